@@ -1,0 +1,1 @@
+"""The client: puts, gets, views and lookups against one node."""

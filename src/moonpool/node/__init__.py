@@ -1,0 +1,1 @@
+"""The node: pool, table, allocation, eviction, sessions, feed."""

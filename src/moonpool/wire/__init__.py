@@ -1,0 +1,1 @@
+"""What travels over a connection: frames, messages, versions."""
