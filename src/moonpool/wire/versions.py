@@ -1,0 +1,51 @@
+"""Protocol versions: who can talk to whom."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from moonpool.errors import VersionMismatch
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+FEATURES = frozenset({"inline-put", "match", "holds", "feed", "purge"})
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A protocol version. One minor version apart works in either direction: messages only ever gain trailing
+    fields with defaults and new kinds that the `features` of the other side announce."""
+
+    major: int = PROTOCOL_MAJOR
+    minor: int = PROTOCOL_MINOR
+
+    @classmethod
+    def ours(cls) -> Version:
+        """This process's version; `MOONPOOL_TEST_PROTOCOL=1.3` pretends to be another, for compatibility tests."""
+        told = os.environ.get("MOONPOOL_TEST_PROTOCOL")
+        if not told:
+            return cls()
+        major, _, minor = told.partition(".")
+        return cls(int(major), int(minor))
+
+    def check(self, other: Version, *, who: str) -> None:
+        """Raise `VersionMismatch`, with what to do, unless the two work together."""
+        if self.major == other.major and abs(self.minor - other.minor) <= 1:
+            return
+        raise VersionMismatch(
+            f"{who} speaks protocol {other}, this side {self}: at most one minor version apart works; "
+            "install the same release of moonpool on both sides"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+def boot_id() -> str:
+    """The running kernel's boot id, by which two processes know that they share a host."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
