@@ -1,7 +1,8 @@
 """Sizes and durations as people write them, both ways.
 
 Units are what they say: kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB powers of 1024. Memory (a
-pool, a limit) is printed in binary units; objects, traffic and bandwidth in decimal ones, as networks are rated.
+pool, a limit) is printed in binary units; objects, traffic and bandwidth in decimal ones, as networks are
+rated.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from fractions import Fraction
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BYTES_BY_UNIT = {
-    unit.lower(): base**power
-    for base, units in ((1000, _DECIMAL), (1024, _BINARY))
-    for power, unit in enumerate(units)
+    unit.lower(): base**power for base, units in ((1000, _DECIMAL), (1024, _BINARY)) for power, unit in enumerate(units)
 }
 _SECONDS_BY_UNIT = {
     "us": Fraction(1, 1_000_000),

@@ -21,8 +21,8 @@ PAIRED_KEY_BYTES = 48
 
 _WORDS = 12
 # Words of 32 bits under multipliers of 64 bits, not 64 under 64: modulo 2**64 the top bits of a full-width
-# word reach only the top bits of the sum, so that keys differing in the last bytes of two words would collide.
-# It costs no more in numpy.
+# word reach only the top bits of the sum, so that keys differing in the last bytes of two words would
+# collide. It costs no more in numpy.
 _unpack_words = Struct(f"<{_WORDS}I").unpack
 
 _MASK = (1 << 64) - 1
