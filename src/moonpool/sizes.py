@@ -101,17 +101,16 @@ def _split(text: str, noun: str, units: str) -> tuple[Fraction, str]:
 
 
 def _scaled(value: float, scale: Sequence[tuple[float, str]]) -> str:
-    """Return `value` in the largest unit of `scale` (rising) that leaves at least one, to three figures."""
+    """Return `value` to three figures in the largest unit of `scale` (rising) that leaves at least one."""
     if value < 0:
         return "-" + _scaled(-value, scale)
-    chosen = 0
-    for index, (factor, _) in enumerate(scale):
-        # Rounded first, so that 999,999 bytes are "1.00 MB" and never "1000 kB".
-        if index and float(f"{value / scale[chosen][0]:.3g}") >= factor / scale[chosen][0]:
-            chosen = index
-    factor, unit = scale[chosen]
-    scaled = value / factor
-    if scaled == int(scaled) and (unit == "B" or scaled == 0):
-        return f"{int(scaled)} {unit}"
-    decimals = 2 if float(f"{scaled:.3g}") < 10 else 1 if float(f"{scaled:.3g}") < 100 else 0
+    scaled, decimals, unit = value, 0, ""
+    for index, (factor, unit) in enumerate(scale):
+        scaled = value / factor
+        decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+        # Compared as printed, so that 999,999 bytes are "1.00 MB" and never "1000 kB".
+        if index + 1 == len(scale) or round(scaled, decimals) < scale[index + 1][0] / factor:
+            break
+    if scaled == 0 or (unit == "B" and scaled == int(scaled)):
+        decimals = 0
     return f"{scaled:.{decimals}f} {unit}"
