@@ -69,4 +69,3 @@ class Statuses(list[Status]):
     @property
     def all_ok(self) -> bool:
         return all(status is Status.OK for status in self)
-

@@ -83,8 +83,8 @@ class Records:
         self.slots = slots
         self.header = mapping.view[:HEADER_BYTES].cast("Q")
         end = HEADER_BYTES + slots * RECORD_BYTES
-        self.words: memoryview = mapping.view[HEADER_BYTES:end].cast("Q")
-        self.floats: memoryview = mapping.view[HEADER_BYTES:end].cast("B").cast("d")
+        self.words: memoryview[int] = mapping.view[HEADER_BYTES:end].cast("Q")
+        self.floats: memoryview[float] = mapping.view[HEADER_BYTES:end].cast("B").cast("d")
         self.table = np.frombuffer(mapping.memory, RECORD_DTYPE, slots, HEADER_BYTES)
         self._overflow_start = end
         self._fd, self._path = fd, path

@@ -96,10 +96,7 @@ class TableReader:
             if word >> GENERATION_BITS == tag:
                 return True
         base = ((print_ ^ print_ >> GENERATION_BITS) & mask) * BUCKET_WORDS
-        for word in words[base : base + BUCKET_WORDS].tolist():
-            if word >> GENERATION_BITS == tag:
-                return True
-        return False
+        return any(word >> GENERATION_BITS == tag for word in words[base : base + BUCKET_WORDS].tolist())
 
     def contains_many(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Whether each key seems to be stored, as one boolean array."""
