@@ -1,0 +1,143 @@
+"""Objects as eviction sees them: each slot's extent, pins and protection, and the order in which they were used."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.node.extents import byte_column, float_column, int_column
+
+# Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
+RINGS: Final = 33
+
+
+class Objects:
+    """Columns by slot, and one ring per power of two in size that runs from the coldest object to the hottest.
+
+    Rings by size are what lets a reservation find the coldest object of about its own size at once. A slot is in
+    a ring exactly while it owns an extent that isn't held by a reservation still under way.
+    """
+
+    __slots__ = (
+        "_next",
+        "_previous",
+        "_rings",
+        "_sentinel",
+        "_used",
+        "first",
+        "first_array",
+        "last_used",
+        "last_used_array",
+        "length",
+        "length_array",
+        "level",
+        "level_array",
+        "pins",
+        "pins_array",
+        "slots",
+    )
+
+    def __init__(self, slots: int) -> None:
+        self.slots: Final = slots
+        self.first = int_column(slots)
+        self.length = int_column(slots)
+        self.pins = int_column(slots)
+        self.level = byte_column(slots)
+        self.last_used = float_column(slots)
+        self.first_array: NDArray[np.int32] = np.frombuffer(self.first, np.int32)
+        self.length_array: NDArray[np.int32] = np.frombuffer(self.length, np.int32)
+        self.pins_array: NDArray[np.int32] = np.frombuffer(self.pins, np.int32)
+        self.level_array: NDArray[np.int8] = np.frombuffer(self.level, np.int8)
+        self.last_used_array: NDArray[np.float64] = np.asarray(self.last_used)
+        self._sentinel: Final = slots
+        self._rings = byte_column(slots)
+        self._next = int_column(slots + RINGS)
+        self._previous = int_column(slots + RINGS)
+        for ring in range(slots, slots + RINGS):
+            self._next[ring] = self._previous[ring] = ring
+        self._used = 0
+        # Rings that ever held something, as few sizes are in use at a time.
+
+    def add(self, slot: int, granules: int, now: float) -> None:
+        """Enter a slot as the most recently used of its size."""
+        power = granules.bit_length()
+        self._rings[slot] = power
+        self._used |= 1 << power
+        self.last_used[slot] = now
+        self._insert(slot, self._sentinel + power)
+
+    def add_in_order(self, slot: int, granules: int, last_used: float) -> None:
+        """Enter a slot by the time of its last use. O(1) if slots come in that order, else linear: for restarts."""
+        power = granules.bit_length()
+        self._rings[slot] = power
+        self._used |= 1 << power
+        self.last_used[slot] = last_used
+        ring = after = self._sentinel + power
+        while (before := self._previous[after]) != ring and self.last_used[before] > last_used:
+            after = before
+        self._insert(slot, after)
+
+    def lay_out(self, slots: NDArray[np.int64], lengths: NDArray[np.int64], last_used: NDArray[np.float64]) -> None:
+        """Enter many slots at once where there were none; order by `last_used`, coldest first in ties by position."""
+        powers = np.frexp(lengths.astype(np.float64))[1].astype(np.int8)
+        np.frombuffer(self._rings, np.int8)[slots] = powers
+        self.last_used_array[slots] = last_used
+        following, preceding = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
+        order = np.argsort(last_used, kind="stable")
+        slots, powers = slots[order], powers[order]
+        for power in np.unique(powers).tolist():
+            chain = slots[powers == power]
+            ring = self._sentinel + power
+            following[ring], following[chain[:-1]], following[chain[-1]] = chain[0], chain[1:], ring
+            preceding[chain[0]], preceding[chain[1:]], preceding[ring] = ring, chain[:-1], chain[-1]
+            self._used |= 1 << power
+
+    def drop(self, slot: int) -> None:
+        """Take a slot out of its ring."""
+        after, before = self._next[slot], self._previous[slot]
+        self._next[before] = after
+        self._previous[after] = before
+
+    def touch(self, slot: int, now: float) -> None:
+        """Make a slot the most recently used of its size."""
+        following, preceding = self._next, self._previous
+        after, before = following[slot], preceding[slot]
+        following[before] = after
+        preceding[after] = before
+        ring = self._sentinel + self._rings[slot]
+        hottest = preceding[ring]
+        following[hottest] = preceding[ring] = slot
+        preceding[slot] = hottest
+        following[slot] = ring
+        self.last_used[slot] = now
+
+    def rings(self) -> Iterator[int]:
+        """The powers of two in size, counted in bits of the granules, that objects have had, smallest first."""
+        used = self._used
+        while used:
+            lowest = used & -used
+            used ^= lowest
+            yield lowest.bit_length() - 1
+
+    def coldest(self, power: int) -> Iterator[int]:
+        """The slots of a ring, coldest first. Valid until the ring changes."""
+        ring = self._sentinel + power
+        slot = self._next[ring]
+        while slot != ring:
+            yield slot
+            slot = self._next[slot]
+
+    def oldest(self) -> Iterator[int]:
+        """All slots, coldest first, in constant time each. Valid until any ring changes."""
+        return heapq.merge(*map(self.coldest, self.rings()), key=self.last_used.__getitem__)
+
+    def _insert(self, slot: int, after: int) -> None:
+        following, preceding = self._next, self._previous
+        before = preceding[after]
+        following[before] = preceding[after] = slot
+        preceding[slot] = before
+        following[slot] = after
