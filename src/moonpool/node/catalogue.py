@@ -90,6 +90,11 @@ class Catalogue:
             self._free_top += 1
         return slot
 
+    @property
+    def slots_used_top(self) -> int:
+        """No slot from here on has ever held anything."""
+        return self._free_top
+
     def give_slot(self, slot: int) -> None:
         self._next_free[slot] = self._free_head
         self._free_head = slot
@@ -291,6 +296,13 @@ class Catalogue:
         else:
             self._recycle(slot)
 
+    def hide(self, slot: int) -> None:
+        """Take a committed object's word out of the shared table, ahead of its being dropped."""
+        place = slot * RECORD_WORDS + _WORD
+        word = self.words[place]
+        self.table.clear(word >> 32)
+        self.words[place] = NO_WORD << 32 | word & _SPACE_MASK
+
     def evicted(self, slot: int) -> None:
         """`Space.make_room`'s callback: the object goes; the caller frees its extent itself."""
         self.counters.evicted_bytes += self.space.size(slot)
@@ -306,10 +318,14 @@ class Catalogue:
         self.pins[slot] = left
         if not left:
             if self.words[slot * RECORD_WORDS] & 0xFF == _DOOMED:
-                self.doomed -= 1
-                self._recycle(slot)
+                self.free_doomed(slot)
             if self.changed:
                 self.wake()
+
+    def free_doomed(self, slot: int) -> None:
+        """Free the extent of an invisible object that nobody holds any more."""
+        self.doomed -= 1
+        self._recycle(slot)
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         base = slot * RECORD_WORDS
@@ -340,10 +356,8 @@ class Catalogue:
     def _forget(self, slot: int, reason: str) -> None:
         """Take a committed object out of table, index and accounts."""
         base, words = slot * RECORD_WORDS, self.words
-        place = words[base + _WORD]
-        number = place & _SPACE_MASK
-        self.table.clear(place >> 32)
-        words[base + _WORD] = NO_WORD << 32 | number
+        self.hide(slot)
+        number = words[base + _WORD] & _SPACE_MASK
         key = self.records.key(slot)
         del self.index[hash(key) & self.index_mask][key]
         size = words[base + _SIZE]

@@ -98,7 +98,7 @@ class Store:
         ):
             return m.StatusReply(request.id, [int(Status.INVALID)] * count, {0: "one value a key"})
         duplicates = _duplicates(keys)
-        objects, pool = self.catalogue, self.pool
+        catalogue, pool = self.catalogue, self.pool
         plain = not duplicates and not request.metadata and options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
         now = catalogue.wall()
@@ -141,7 +141,7 @@ class Store:
             statuses[i] = int(problem[0])
             if problem[1]:
                 details[i] = problem[1]
-        self._touch_chain(written)
+        self.touch_chain(written)
         return m.StatusReply(request.id, statuses, details)
 
     def commit(self, session: Session, ids: Sequence[int], checksums: Sequence[int]) -> list[int]:
@@ -163,7 +163,7 @@ class Store:
                 continue
             catalogue.counters.stale_ids += 1
             statuses.append(_STALE)
-        self._touch_chain(written)
+        self.touch_chain(written)
         return statuses
 
     def abort(self, session: Session, ids: Iterable[int]) -> None:
@@ -178,7 +178,7 @@ class Store:
 
     def acquire(self, session: Session, request: m.Acquire) -> Steps[m.Acquired]:
         """Pin each present object for the session."""
-        reply = self._acquire(session, request.id, [self.catalogue.find(key) for key in request.keys])
+        reply = self.acquire_slots(session, request.id, [self.catalogue.find(key) for key in request.keys])
         if request.checksums:
             # What has no checksum yet gets it now; whoever computes them is told to by `unsummed`.
             deadline = self.clock() + self.reserve_wait_max_s
@@ -239,7 +239,7 @@ class Store:
 
     def touch(self, keys: Sequence[bytes]) -> list[int]:
         slots = [self.visible_slot(key) for key in keys]
-        self._touch_chain([slot for slot in slots if slot >= 0])
+        self.touch_chain([slot for slot in slots if slot >= 0])
         return [_OK if slot >= 0 else _MISS for slot in slots]
 
     def pin(self, keys: Sequence[bytes], level: int, ttl_s: float) -> m.StatusReply:
@@ -261,9 +261,9 @@ class Store:
 
     # ---- within --------------------------------------------------------------------------------------------------
 
-    def _acquire(self, session: Session, request_id: int, slots: list[int]) -> m.Acquired:
+    def acquire_slots(self, session: Session, request_id: int, slots: list[int]) -> m.Acquired:
         """Pin the visible ones of `slots` (-1 = none) for the session, touching them tail to head."""
-        objects, words, pins, held = self.catalogue, self.words, self.pins, session.pins
+        catalogue, words, pins, held = self.catalogue, self.words, self.pins, session.pins
         statuses: list[int] = []
         ids: list[int] = []
         offsets: list[int] = []
@@ -293,10 +293,10 @@ class Store:
                 sizes.append(0)
                 places.append(0)
                 checksums.append(0)
-        self._touch_chain(found)
+        self.touch_chain(found)
         return m.Acquired(request_id, statuses, ids, offsets, sizes, places, checksums, catalogue.spaces.epoch)
 
-    def _touch_chain(self, slots: list[int]) -> None:
+    def touch_chain(self, slots: list[int]) -> None:
         """Mark as used, tail to head, so that of a chain the tail is evicted first."""
         touch, floats = self.space.touch, self.floats
         now = self.catalogue.wall()

@@ -113,6 +113,7 @@ class PutInline(Message, frozen=True, tag=4):
 class Commit(Message, frozen=True, tag=5):
     ids: list[int]
     checksums: list[int] = []  # empty, or one per id; 0 = none given
+    transfer_s: float = 0.0  # what the client spent on filling them, for the node's metrics
 
 
 class Abort(Message, frozen=True, tag=6):
@@ -143,6 +144,7 @@ class Release(Message, frozen=True, tag=8):
     """The reader's I/O from these extents has stopped; one pin each."""
 
     ids: list[int]
+    transfer_s: float = 0.0  # what the client spent on reading them, for the node's metrics
 
 
 class Check(Message, frozen=True, tag=9):

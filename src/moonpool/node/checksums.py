@@ -1,0 +1,197 @@
+"""Checksums: which objects to sum next, what a result means, and the process that reads the bytes.
+
+The put doesn't pay for a checksum (a pass over the bytes): a process of its own at low priority computes it later,
+within a share of one core, and the scrub compares it now and then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from moonpool.folder.layout import RECORD_WORDS, Field, State
+from moonpool.folder.mapping import Mapping
+from moonpool.node.catalogue import Catalogue
+from moonpool.node.steps import Steps
+from moonpool.status import Status
+
+JOB = struct.Struct("<QQQQB")
+"""slot, generation, offset, size, urgent."""
+RESULT = struct.Struct("<QQQ")
+"""slot, generation, checksum."""
+
+CHUNK_BYTES = 8 << 20
+"""Hashed between two naps: 0.6 ms at 13 GB/s, so that the CPU share holds over short times too."""
+
+Job = tuple[int, int, int, int, bool]
+
+
+def checksum(data: memoryview) -> int:
+    """The checksum of an object's bytes: xxh3, 64 bits, never 0 (which means "none"). Lets go of the interpreter
+    lock."""
+    return xxhash.xxh3_64_intdigest(data) or 1
+
+
+class Checksums:
+    """Decides what is summed when, and acts on results. Single-threaded; does no hashing itself.
+
+    An object that differs from its checksum is summed a second time before it is dropped: what is wrong may be
+    the reading.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, *, clock: Callable[[], float], scrub_interval_s: float, wait_max_s: float
+    ) -> None:
+        self.catalogue = catalogue
+        self.clock = clock
+        self.scrub_interval_s = scrub_interval_s
+        self.wait_max_s = wait_max_s
+        self.urgent: deque[int] = deque()
+        self._suspects: set[tuple[int, int]] = set()
+        self._verdicts: dict[tuple[int, int], Status] = {}
+        self._asked: set[tuple[int, int]] = set()
+        self._cursor = 0
+        self._pass_started = clock()
+
+    def jobs(self, most: int) -> list[Job]:
+        """Up to `most` objects to be summed now: urgent ones, then new ones, then the scrub's next."""
+        found: list[Job] = []
+        for queue, urgent in ((self.urgent, True), (self.catalogue.unsummed, False)):
+            while queue and len(found) < most:
+                self._add(found, queue.popleft(), urgent=urgent)
+        if self.scrub_interval_s > 0 and len(found) < most:
+            self._scrub(found, most)
+        return found
+
+    def done(self, slot: int, generation: int, value: int) -> None:
+        """A result came in. It counts only if the slot still holds the object that was read."""
+        catalogue = self.catalogue
+        name = slot, generation
+        if not catalogue.has_id(slot, generation) or catalogue.state(slot) != State.COMMITTED:
+            self._conclude(name, Status.MISS)
+            return
+        counters = catalogue.counters
+        counters.checksums += 1
+        counters.scrubbed_bytes += catalogue.size(slot)
+        if not catalogue.summed(slot):
+            catalogue.set_checksum(slot, value)
+        elif catalogue.words[slot * RECORD_WORDS + Field.CHECKSUM] != value:
+            if name not in self._suspects:
+                self._suspects.add(name)
+                self.urgent.append(slot)
+                return
+            counters.corrupt_objects += 1
+            catalogue.drop(slot, "corrupt")
+            self._suspects.discard(name)
+            self._conclude(name, Status.CORRUPT)
+            return
+        self._suspects.discard(name)
+        self._conclude(name, Status.OK)
+
+    def verify(self, keys: Sequence[bytes]) -> Steps[list[int]]:
+        """Compare the keys' bytes with their checksums now: OK, CORRUPT (dropped), MISS, or IN_PROGRESS where the
+        bounded wait ended first."""
+        catalogue = self.catalogue
+        deadline = self.clock() + self.wait_max_s
+        names: list[tuple[int, int] | None] = []
+        for key in keys:
+            slot = catalogue.find(key)
+            if slot < 0 or not catalogue.visible(slot):
+                names.append(None)
+                continue
+            name = slot, catalogue.generation(slot)
+            names.append(name)
+            self._asked.add(name)
+            self._verdicts.pop(name, None)
+            self.urgent.append(slot)
+        try:
+            while not all(name is None or name in self._verdicts for name in names) and self.clock() < deadline:
+                yield deadline
+            return [
+                int(Status.MISS if name is None else self._verdicts.get(name, Status.IN_PROGRESS)) for name in names
+            ]
+        finally:
+            for name in names:
+                if name is not None:
+                    self._asked.discard(name)
+                    self._verdicts.pop(name, None)
+
+    def run_here(self, pool: memoryview) -> None:
+        """Do all urgent work at once, in this thread: for a store that has no process beside it."""
+        while self.urgent:
+            for slot, generation, offset, size, _ in self.jobs(len(self.urgent)):
+                self.done(slot, generation, checksum(pool[offset : offset + size]))
+
+    def _conclude(self, name: tuple[int, int], verdict: Status) -> None:
+        if name in self._asked:
+            self._verdicts[name] = verdict
+            self.catalogue.wake()
+
+    def _add(self, found: list[Job], slot: int, *, urgent: bool) -> None:
+        catalogue = self.catalogue
+        if catalogue.state(slot) == State.COMMITTED and (urgent or not catalogue.summed(slot)):
+            base = slot * RECORD_WORDS
+            words = catalogue.words
+            found.append(
+                (slot, catalogue.generation(slot), words[base + Field.OFFSET], words[base + Field.SIZE], urgent)
+            )
+
+    def _scrub(self, found: list[Job], most: int) -> None:
+        """Go on through the records, as far as the interval says that we should be by now."""
+        catalogue = self.catalogue
+        top = catalogue.slots_used_top
+        share = (self.clock() - self._pass_started) / self.scrub_interval_s
+        looked = 0
+        while self._cursor < min(top, int(top * share) + 1) and len(found) < most and looked < 256:
+            slot = self._cursor
+            self._cursor += 1
+            looked += 1
+            if catalogue.state(slot) == State.COMMITTED:
+                base = slot * RECORD_WORDS
+                words = catalogue.words
+                found.append((slot, catalogue.generation(slot), words[base + 1], words[base + 2], False))
+        if self._cursor >= top and share >= 1:
+            self._cursor, self._pass_started = 0, self.clock()
+
+
+def work(connection: socket.socket, pool: Mapping, share: float) -> None:
+    """The process's loop: read jobs, hash, answer; ends at the connection's end. `share` is of one core."""
+    os.nice(19)
+    pending = bytearray()
+    while True:
+        data = connection.recv(1 << 16)
+        if not data:
+            return
+        pending += data
+        whole = len(pending) // JOB.size * JOB.size
+        jobs = sorted(JOB.iter_unpack(bytes(pending[:whole])), key=lambda job: not job[4])
+        del pending[:whole]
+        for slot, generation, offset, size, urgent in jobs:
+            hasher = xxhash.xxh3_64()
+            for start in range(offset, offset + size, CHUNK_BYTES):
+                begun = time.perf_counter()
+                hasher.update(pool.view[start : min(start + CHUNK_BYTES, offset + size)])
+                if not urgent and share < 1:
+                    time.sleep((time.perf_counter() - begun) * (1 / share - 1))
+            connection.sendall(RESULT.pack(slot, generation, hasher.intdigest() or 1))
+
+
+def main() -> None:
+    """`python -m moonpool.node.checksums FD POOL SHARE`, started by the node."""
+    fd, path, share = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    try:
+        work(socket.socket(fileno=fd), Mapping.open(path, writable=False), share)
+    except (ConnectionError, KeyboardInterrupt):
+        pass
+
+
+if __name__ == "__main__":
+    main()

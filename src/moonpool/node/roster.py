@@ -1,0 +1,250 @@
+"""The roster: who is connected, who is quarantined, who is gone, and what follows for what they held."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.folder.folder import Folder, open_file
+from moonpool.folder.layout import State
+from moonpool.node.holds import Holds
+from moonpool.node.sessions import TOKEN_BYTES, Session, Standing
+from moonpool.node.store import SLOT_MASK, Store
+
+LOCK_GRACE_S = 2.0
+"""How long after a dead process's file lock has gone its DMA may still write. On an H200, a process killed amid
+copies into a registered pool dropped its lock after 0.03 to 0.2 ms, and copies landed until its pidfd became
+readable, 335 to 800 ms after the kill; never after that."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A session that can only be watched by its lock: `free_since` is when the lock was first seen free."""
+
+    session: Session
+    free_since: float | None = None
+
+
+class Roster:
+    """All sessions of a node. Single-threaded.
+
+    After a restart, `barrier` is the set of slots that sessions of the earlier incarnation may hold: each has one
+    extra pin, so that nothing of it is evicted or reused, until every such session has come back and told what it
+    holds, or its process is gone.
+    """
+
+    def __init__(self, store: Store, holds: Holds, folder: Folder | None, clock: Callable[[], float]) -> None:
+        self.store, self.holds, self.folder, self.clock = store, holds, folder, clock
+        self.sessions: dict[int, Session] = {}
+        self.barrier: npt.NDArray[np.int64] | None = None
+        self.barrier_since = 0.0
+        self._watches: dict[int, _Watch] = {}
+        self._locks: dict[int, int] = {}
+        self._next = 1
+        self.on_end: list[Callable[[Session], None]] = []
+
+    # ---- coming --------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, *, read_only: bool) -> Session:
+        """A new session, with its file in the folder for the client to lock."""
+        session = Session(self._next, name[:128], read_only)
+        self._next += 1
+        self.sessions[session.number] = session
+        if self.folder is not None:
+            path = self.folder.session(session.number)
+            path.unlink(missing_ok=True)
+            fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            os.fchmod(fd, 0o644)
+            os.write(fd, session.token + session.name.encode())
+            self._locks[session.number] = fd
+        return session
+
+    def resume(
+        self, number: int, token: bytes, pins: Iterable[tuple[int, int]], reservations: Iterable[int]
+    ) -> tuple[Session, list[int]] | None:
+        """Take an earlier session up again. What the client doesn't declare is given back; the ids that it declares
+        but can't have any more are returned. None where there is no such session: open a new one.
+        """
+        session = self.sessions.get(number)
+        if session is None or session.token != token or session.standing is Standing.ENDED:
+            return None
+        catalogue = self.store.catalogue
+        stale: list[int] = []
+        held: dict[int, int] = {}
+        for number_, count in pins:
+            slot = number_ & SLOT_MASK
+            if count > 0 and catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED:
+                held[slot] = held.get(slot, 0) + count
+            else:
+                stale.append(number_)
+        for slot, count in held.items():
+            self.store.pins[slot] += count
+        for slot, count in session.pins.items():
+            for _ in range(count):
+                catalogue.unpin(slot)
+        session.pins = held
+        kept: set[int] = set()
+        for number_ in reservations:
+            slot = number_ & SLOT_MASK
+            if slot in session.reservations and catalogue.has_id(slot, number_ >> 32):
+                kept.add(slot)
+            elif not (catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) == State.COMMITTED):
+                stale.append(number_)
+        for slot in session.reservations - kept:
+            catalogue.abort(slot)
+        session.reservations = kept
+        session.standing = Standing.LIVE
+        self._watches.pop(session.number, None)
+        self._lift_barrier()
+        return session, stale
+
+    # ---- going ---------------------------------------------------------------------------------------------------
+
+    def quarantine(self, session: Session) -> None:
+        """The connection is gone and the process may live: keep everything that it holds."""
+        if session.standing is Standing.LIVE:
+            session.standing = Standing.QUARANTINED
+
+    def watch(self, session: Session) -> None:
+        """There is no pidfd for this session: learn of its end by its lock (see `tick`)."""
+        self._watches.setdefault(session.number, _Watch(session))
+
+    def end(self, session: Session, reason: str) -> None:
+        """The client's I/O has stopped for good: give back all that it holds."""
+        if session.standing is Standing.ENDED:
+            return
+        session.standing = Standing.ENDED
+        catalogue = self.store.catalogue
+        for name in list(session.holds):
+            self.holds.release(name)
+        for slot, count in session.pins.items():
+            for _ in range(count):
+                catalogue.unpin(slot)
+        session.pins.clear()
+        for slot in session.reservations:
+            catalogue.abort(slot)
+        session.reservations.clear()
+        del self.sessions[session.number]
+        self._watches.pop(session.number, None)
+        fd = self._locks.pop(session.number, None)
+        if fd is not None:
+            os.close(fd)
+        if self.folder is not None:
+            self.folder.session(session.number).unlink(missing_ok=True)
+        catalogue.counters.sessions_ended[reason] += 1
+        for call in self.on_end:
+            call(session)
+        self._lift_barrier()
+
+    def tick(self) -> None:
+        """Look at the locks of sessions that have no pidfd; end those whose process is gone. Called a few times a
+        second; cheap when there are none."""
+        now = self.clock()
+        for watch in list(self._watches.values()):
+            if watch.session.standing is Standing.LIVE:
+                continue
+            if self._locked(watch.session):
+                watch.free_since = None
+            elif watch.free_since is None:
+                watch.free_since = now
+            elif now - watch.free_since >= LOCK_GRACE_S:
+                self.end(watch.session, "lock-gone")
+
+    # ---- restart -------------------------------------------------------------------------------------------------
+
+    def recover(self, held: npt.NDArray[np.int64], reservations: dict[int, set[int]]) -> None:
+        """After a restart: find the earlier incarnation's sessions by their files, and put up the barrier.
+
+        `held` are the slots of all records that were found; `reservations` the RESERVED ones by session.
+        """
+        orphans = dict(reservations)
+        for path in sorted(self.folder.sessions.iterdir()) if self.folder is not None else ():
+            session = self._read_session(path)
+            if session is None:
+                path.unlink(missing_ok=True)
+                continue
+            session.reservations = orphans.pop(session.number, set())
+            self.sessions[session.number] = session
+            self._next = max(self._next, session.number + 1)
+            self._watches[session.number] = _Watch(session)
+        catalogue = self.store.catalogue
+        for slots in orphans.values():  # their session had ended: its I/O has stopped
+            for slot in slots:
+                catalogue.abort(slot)
+        self._next = max([self._next, *(number + 1 for number in reservations)])
+        if self.sessions and len(held):
+            pins = np.frombuffer(self.store.pins, np.int32)
+            self.barrier = held[(catalogue.records.table["state"][held] & 0xFF) != State.FREE]
+            self.barrier_since = self.clock()
+            pins[self.barrier] += 1
+        else:
+            self._free_doomed(held)
+
+    @property
+    def silent(self) -> list[Session]:
+        """Sessions of an earlier incarnation that have not come back and may live."""
+        return [session for session in self.sessions.values() if session.standing is Standing.SILENT]
+
+    def count(self, standing: Standing) -> int:
+        return sum(session.standing is standing for session in self.sessions.values())
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes that can be neither evicted nor reused because a session without a connection may hold them."""
+        slots: set[int] = set()
+        for session in self.sessions.values():
+            if session.standing is not Standing.LIVE:
+                slots.update(session.pins, session.reservations)
+                for hold in session.holds.values():
+                    slots.update(hold.slots)
+        if self.barrier is not None:
+            return int(self.store.catalogue.records.table["size"][self.barrier].sum())
+        return sum(map(self.store.catalogue.size, slots))
+
+    def _lift_barrier(self) -> None:
+        if self.barrier is None or self.silent:
+            return
+        slots, self.barrier = self.barrier, None
+        np.frombuffer(self.store.pins, np.int32)[slots] -= 1
+        self._free_doomed(slots)
+        self.store.catalogue.wake()
+
+    def _free_doomed(self, slots: npt.NDArray[np.int64]) -> None:
+        """Free what an earlier incarnation had made invisible and nobody holds any more."""
+        catalogue = self.store.catalogue
+        states = catalogue.records.table["state"][slots] & 0xFF
+        for slot in slots[states == State.DOOMED].tolist():
+            if not self.store.pins[slot]:
+                catalogue.free_doomed(slot)
+
+    def _read_session(self, path: Path) -> Session | None:
+        try:
+            fd = open_file(path, os.O_RDWR)
+        except Exception:
+            return None
+        body = os.read(fd, TOKEN_BYTES + 512)
+        if not path.name.isdigit() or len(body) < TOKEN_BYTES:
+            os.close(fd)
+            return None
+        number = int(path.name)
+        self._locks[number] = fd
+        name = body[TOKEN_BYTES:].decode(errors="replace")
+        return Session(number, name, token=body[:TOKEN_BYTES], standing=Standing.SILENT)
+
+    def _locked(self, session: Session) -> bool:
+        """Whether the client's process holds its lock. A lock that we could take is one that it doesn't hold."""
+        fd = self._locks.get(session.number)
+        if fd is None:
+            return False
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+        return False
