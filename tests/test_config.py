@@ -153,7 +153,7 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(file: Path) -> None:
     ("name", "text", "complaint"),
     [
         ("pool", "48 gigs", "unknown unit 'gigs'"),
-        ("pool", "1023KiB", "a pool has at least 1"),
+        ("pool", "1023KiB", "a pool has at least 1.00 MiB"),
         ("dir", " ", "the name of a folder is missing"),
         ("slots", "1e6", "not a whole number from 1,024"),
         ("metrics", "9400x", "write host:port"),
