@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.base import Json, Url, Yes, connect, console, print_json, progress
-from moonpool.errors import ConfigError
+from moonpool.cli.base import Json, Url, Yes, connect, console, print_json, progress, seconds_from
 from moonpool.options import MODES
-from moonpool.sizes import format_bytes, format_duration, parse_duration
+from moonpool.sizes import format_bytes, format_duration
 
 
 def status(
@@ -33,7 +32,7 @@ def status(
     """
     import msgspec
 
-    interval_s = _seconds(every, "--every")
+    interval_s = seconds_from(every, "--every")
     with connect(url, read_only=True) as client:
 
         def read() -> dict[str, Any]:
@@ -126,7 +125,7 @@ def purge(
         digest = None if space is None else bytes.fromhex(space)
     except ValueError:
         raise typer.BadParameter(f"{space!r} is not a digest", param_hint="--space") from None
-    age_s = None if older_than is None else _seconds(older_than, "--older-than")
+    age_s = None if older_than is None else seconds_from(older_than, "--older-than")
     with connect(url) as client:
         if not yes:
             typer.confirm(f"Purge {named}?", abort=True, err=True)
@@ -169,9 +168,3 @@ def _show(figures: dict[str, Any], json: bool) -> None:
     else:
         print("\n".join(lines(figures)))
 
-
-def _seconds(text: str, flag: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"option {flag}: {error}") from None

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.options import LOG_LEVELS
+from moonpool.sizes import parse_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,6 +111,14 @@ def connect(url: str | None, *, read_only: bool = False) -> Client:
     import moonpool
 
     return moonpool.connect(url, read_only=read_only, name="cli")
+
+
+def seconds_from(text: str, flag: str) -> float:
+    """The seconds of a duration given for `flag`. Raises `ConfigError` that names it."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"option {flag}: {error}") from None
 
 
 def set_up_logging(level: str) -> None:

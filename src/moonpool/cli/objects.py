@@ -5,19 +5,28 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moonpool.cli.base import CommandFailed, Json, Url, Yes, connect, console, key_from, key_text, print_json, progress
-from moonpool.errors import ConfigError
-from moonpool.sizes import format_bytes, parse_duration
+from moonpool.cli.base import (
+    CommandFailed,
+    Json,
+    Url,
+    Yes,
+    connect,
+    console,
+    key_from,
+    key_text,
+    print_json,
+    progress,
+    seconds_from,
+)
+from moonpool.cli.entries import as_json, listed, missing, pin_text, rows, time_text
 
 if TYPE_CHECKING:
     from moonpool.client import Client
-    from moonpool.wire.messages import ObjectStat
 
 CHUNK_BYTES = 16 << 20  # between two steps of a progress bar: a few ms each
 _INLINE_BYTES = 64 << 10
@@ -48,9 +57,9 @@ def put(
     if pin not in (None, "hard", "soft"):
         raise typer.BadParameter(f"{pin!r} is neither hard nor soft", param_hint="--pin")
     options: dict[str, Any] = {
-        "ttl_s": _seconds(ttl, "--ttl"),
+        "ttl_s": None if ttl is None else seconds_from(ttl, "--ttl"),
         "pin": pin,
-        "pin_ttl_s": _seconds(pin_ttl, "--pin-ttl"),
+        "pin_ttl_s": None if pin_ttl is None else seconds_from(pin_ttl, "--pin-ttl"),
         "metadata": metadata.encode(),
     }
     if file == "-":
@@ -84,7 +93,7 @@ def get(
     with connect(url, read_only=True) as client, client.view(key, verify=verify) as views:
         array = views[0]
         if array is None:
-            raise CommandFailed(_missing([key]))
+            raise CommandFailed(missing([key]))
         if output != "-":
             _write_whole(Path(output), array)
             return
@@ -108,7 +117,7 @@ def exists(keys: Keys, url: Url = None) -> None:
     for key, there in zip(keys, found, strict=True):
         print(f"{'yes' if there else 'no'}\t{key_text(key)}")
     if not all(found):
-        raise CommandFailed(_missing([key for key, there in zip(keys, found, strict=True) if not there]))
+        raise CommandFailed(missing([key for key, there in zip(keys, found, strict=True) if not there]))
 
 
 def remove(
@@ -130,10 +139,10 @@ def remove(
         statuses = client.remove_many(keys, force=force)
     pinned = [key for key, status in zip(keys, statuses, strict=True) if status is Status.PINNED]
     if pinned:
-        raise CommandFailed(f"hard-pinned, removed only with --force: {_listed(pinned)}")
-    missing = [key for key, status in zip(keys, statuses, strict=True) if status is Status.MISS]
-    if missing:
-        raise CommandFailed(_missing(missing))
+        raise CommandFailed(f"hard-pinned, removed only with --force: {listed(pinned)}")
+    absent = [key for key, status in zip(keys, statuses, strict=True) if status is Status.MISS]
+    if absent:
+        raise CommandFailed(missing(absent))
     for index, (key, status) in enumerate(zip(keys, statuses, strict=True)):
         if status is not Status.OK:
             raise CommandFailed(f"{key_text(key)!r} was not removed: {_why(status, statuses.details.get(index))}")
@@ -151,15 +160,15 @@ def stat(keys: Keys, url: Url = None, json: Json = False) -> None:
     with connect(url, read_only=True) as client:
         found = client.stat_many(keys)
     if json:
-        print_json([None if entry is None else _as_json(entry) for entry in found])
+        print_json([None if entry is None else as_json(entry) for entry in found])
     else:
         out = console()
         for entry in found:
-            for name, text in _rows(entry) if entry is not None else ():
+            for name, text in rows(entry) if entry is not None else ():
                 out.print(f"{name:<10} {text}")
-    missing = [key for key, entry in zip(keys, found, strict=True) if entry is None]
-    if missing:
-        raise CommandFailed(_missing(missing))
+    absent = [key for key, entry in zip(keys, found, strict=True) if entry is None]
+    if absent:
+        raise CommandFailed(missing(absent))
 
 
 def ls(
@@ -183,9 +192,9 @@ def ls(
     with connect(url, read_only=True) as client:
         for entry in client.list(prefix):
             if json:
-                print_json(_as_json(entry), indent=False)
+                print_json(as_json(entry), indent=False)
             elif long:
-                print(f"{entry.size}\t{_time(entry.touched)}\t{_pin(entry)}\t{key_text(entry.key)}")
+                print(f"{entry.size}\t{time_text(entry.touched)}\t{pin_text(entry)}\t{key_text(entry.key)}")
             else:
                 print(key_text(entry.key))
 
@@ -250,54 +259,5 @@ def _write_whole(path: Path, array: Any) -> None:
         raise
 
 
-def _seconds(text: str | None, flag: str) -> float | None:
-    try:
-        return None if text is None else parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"option {flag}: {error}") from None
-
-
 def _why(status: Any, detail: str | None) -> str:
     return f"{status.name.lower().replace('_', ' ')}{f' ({detail})' if detail else ''}"
-
-
-def _listed(keys: list[bytes]) -> str:
-    shown = ", ".join(repr(key_text(key)) for key in keys[:5])
-    return f"{shown} and {len(keys) - 5} more" if len(keys) > 5 else shown
-
-
-def _missing(keys: list[bytes]) -> str:
-    return f"not stored: {_listed(keys)}"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else "-"
-
-
-def _pin(entry: ObjectStat) -> str:
-    return ("-", "soft", "hard")[entry.pin]
-
-
-def _rows(entry: ObjectStat) -> Iterable[tuple[str, str]]:
-    yield "key", key_text(entry.key)
-    yield "size", f"{entry.size} ({format_bytes(entry.size)})"
-    yield "space", str(entry.space)
-    yield "created", _time(entry.created)
-    yield "touched", _time(entry.touched)
-    yield "expires", _time(entry.expiry)
-    yield "pin", _pin(entry) + (f" until {_time(entry.pin_expiry)}" if entry.pin_expiry else "")
-    yield "readers", str(entry.pins)
-    yield "priority", str(entry.priority)
-    yield "checksum", f"{entry.checksum:016x}" if entry.has_checksum else "not yet"
-    yield "writer", entry.writer or "-"
-    if entry.metadata:
-        yield "metadata", key_text(entry.metadata)
-
-
-def _as_json(entry: ObjectStat) -> dict[str, Any]:
-    """An entry with its bytes as text that `key_from` reads back."""
-    return {
-        name: key_text(value) if isinstance(value, bytes) else value
-        for name in entry.__struct_fields__
-        for value in (getattr(entry, name),)
-    }
