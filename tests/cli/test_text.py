@@ -1,4 +1,4 @@
-"""Keys and figures as the command line writes and reads them."""
+"""Keys and progress as the command line writes and reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cli.admin import lines
 from moonpool.cli.base import key_from, key_text, progress
 
 
@@ -24,19 +23,6 @@ def test_every_key_is_written_so_that_it_reads_back(key: bytes) -> None:
 )
 def test_keys_that_are_text_stay_text(key: bytes, text: str) -> None:
     assert key_text(key) == text
-
-
-def test_figures_are_written_with_the_units_of_their_names() -> None:
-    figures = {"pool_bytes": 3 << 30, "oldest_pin_s": 90.0, "evictions": {"space": 12_000}, "pinned_by": ["a", "b"]}
-    assert [" ".join(line.split()) for line in lines(figures)] == [
-        "pool bytes 3.00 GiB",
-        "oldest pin s 1.50 min",
-        "evictions",
-        "space 12,000",
-        "pinned by",
-        "a",
-        "b",
-    ]
 
 
 def test_progress_is_quiet_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

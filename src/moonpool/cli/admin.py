@@ -5,14 +5,17 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moonpool.cli.base import Json, Url, Yes, connect, console, print_json, progress, seconds_from
+from moonpool.cli.figures import lines
 from moonpool.options import MODES
-from moonpool.sizes import format_bytes, format_duration
+from moonpool.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from moonpool.observe.stats import NodeStats
 
 
 def status(
@@ -30,30 +33,26 @@ def status(
       moonpool status --watch --every 500ms
       moonpool status --json | jq .hits
     """
-    import msgspec
-
     interval_s = seconds_from(every, "--every")
     with connect(url, read_only=True) as client:
-
-        def read() -> dict[str, Any]:
-            found: dict[str, Any] = msgspec.to_builtins(client.stats(), str_keys=True)
-            return found
-
-        if not watch:
-            _show(read(), json)
-        elif json or not sys.stdout.isatty():
-            while True:
-                _show(read(), json)
-                sys.stdout.flush()
-                time.sleep(interval_s)
-        else:
+        if watch and not json and sys.stdout.isatty():
             from rich.live import Live
             from rich.text import Text
 
-            with Live(console=console(), auto_refresh=False, screen=False) as live:
+            with Live(console=console(), auto_refresh=False) as live:
                 while True:
-                    live.update(Text("\n".join(lines(read()))), refresh=True)
+                    live.update(Text("\n".join(lines(client.stats()))), refresh=True)
                     time.sleep(interval_s)
+        while True:
+            stats = client.stats()
+            if json:
+                print_json(_figures(stats), indent=not watch)
+            else:
+                print("\n".join(lines(stats)))
+            if not watch:
+                return
+            sys.stdout.flush()
+            time.sleep(interval_s)
 
 
 def mode(
@@ -140,31 +139,8 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def lines(figures: dict[str, Any]) -> Iterator[str]:
-    """A node's figures as text, one a line, units as the names' last words say."""
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            yield f"{name.replace('_', ' ')}"
-            yield from (f"  {line}" for line in lines(value))
-        elif isinstance(value, list):
-            yield f"{name.replace('_', ' ')}"
-            for entry in value:
-                yield f"  {'  '.join(lines(entry)) if isinstance(entry, dict) else entry}"
-        else:
-            yield f"{name.replace('_', ' '):<24} {_figure(name, value)}"
+def _figures(stats: NodeStats) -> dict[str, Any]:
+    import msgspec
 
-
-def _figure(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int | float):
-        return format_bytes(value, binary=True)
-    if name.endswith("_s") and isinstance(value, int | float):
-        return format_duration(value)
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _show(figures: dict[str, Any], json: bool) -> None:
-    if json:
-        print_json(figures, indent=sys.stdout.isatty())
-    else:
-        print("\n".join(lines(figures)))
-
+    found: dict[str, Any] = msgspec.to_builtins(stats)
+    return found
