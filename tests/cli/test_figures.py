@@ -9,7 +9,7 @@ from moonpool.cli.figures import lines
 from moonpool.observe.stats import Latency, NodeStats, OldestPin
 
 GIB = 1 << 30
-PLAIN = dict.fromkeys(NodeStats.__struct_fields__, 0) | {
+PLAIN: dict[str, object] = dict.fromkeys(NodeStats.__struct_fields__, 0) | {
     "name": "host-7",
     "pool_id": "ab" * 16,
     "incarnation": 3,
