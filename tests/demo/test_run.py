@@ -1,0 +1,91 @@
+"""The demo as a whole: it passes on a store that works, and on no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moonpool.demo.compare import Verdict
+from moonpool.demo.run import IN_PROCESS, MOONPOOL, RECOMPUTE, DemoFailed, Result
+from moonpool.demo.settings import Settings, Stages
+from moonpool.demo.tamper import CONTROLS
+
+SAME = Verdict(tokens_differing=0, tokens_compared=10, ties=0, logits_off=0.1, kv_off=0.1)
+WRONG = replace(SAME, logits_off=20.0)
+
+
+def result(**changes: Any) -> Result:
+    """Return the result of a run in which all went well, but for `changes` of verdicts or stages by name."""
+    runs = (*RECOMPUTE, *IN_PROCESS, *MOONPOOL)
+    verdicts = dict.fromkeys(runs, SAME) | dict.fromkeys(CONTROLS, WRONG)
+    stages = {name: Stages(name, 1.0, tokens=100, loaded=90, loadable=90) for name in (*runs, *CONTROLS)}
+    return Result(
+        settings=Settings(),
+        prompts=9,
+        prompt_tokens=900,
+        tolerance=1e-4,
+        stages=stages | changes.get("stages", {}),
+        verdicts=verdicts | changes.get("verdicts", {}),
+        url="",
+    )
+
+
+def test_a_run_in_which_all_went_well_passes() -> None:
+    result().check()
+
+
+@pytest.mark.parametrize("name", [RECOMPUTE[1], *IN_PROCESS, *MOONPOOL])
+def test_a_difference_in_any_run_fails(name: str) -> None:
+    with pytest.raises(DemoFailed, match=f"{name} differs from recomputing.*logits off by 20 times"):
+        result(verdicts={name: WRONG}).check()
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_that_goes_unnoticed_fails(name: str) -> None:
+    with pytest.raises(DemoFailed, match="doesn't notice"):
+        result(verdicts={name: SAME}).check()
+
+
+@pytest.mark.parametrize("name", [IN_PROCESS[1], MOONPOOL[1]])
+def test_a_second_run_that_recomputed_fails(name: str) -> None:
+    with pytest.raises(DemoFailed, match="loaded 64 of 90 tokens, so it proves nothing: no node"):
+        result(
+            stages={name: Stages(name, 1.0, tokens=100, loaded=64, loadable=90, trouble="no node")}
+        ).check()
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from moonpool.demo.command import app; app()", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_runs_from_end_to_end(dtype: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    done = demo("--quick", "--json", "--dtype", dtype)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["verdicts"][MOONPOOL[1]]["same"]
+    assert found["verdicts"][MOONPOOL[1]]["tokens_compared"] == 36
+    assert found["stages"][MOONPOOL[0]]["stored"] > 0
+    assert found["stages"][MOONPOOL[1]]["loaded"] == found["stages"][MOONPOOL[1]]["loadable"]
+    assert not any(found["verdicts"][name]["same"] for name in CONTROLS)
+
+
+@pytest.mark.slow
+def test_the_demo_says_in_one_line_that_there_is_no_node(tmp_path: Any) -> None:
+    pytest.importorskip("torch")
+    done = demo("--quick", "--url", f"unix:{tmp_path / 'nowhere'}")
+    assert done.returncode != 0
+    assert "NodeUnavailable" in done.stderr or "node" in done.stderr.strip().splitlines()[-1]
