@@ -33,10 +33,15 @@ def demo(
 ) -> None:
     """Put a real transformer's KV cache through the store: the same tokens, and how long it took.
 
-    A Llama with seeded random weights prefills prompts of real text that share prefixes, on the CPU, and stores its
-    KV cache in a node; another fresh process loads it and goes on generating. Fails unless every generated token is
-    the same and the logits are equal within the dtype's tolerance as without the store, and unless wrong blocks, tried
-    on purpose, show. Takes about a minute, 2 GB of memory and nothing from the network.
+    A Llama with seeded random weights prefills prompts of real text that
+    share prefixes, on the CPU, and stores its KV cache in a node; another
+    fresh process loads it and goes on generating.
+
+    Fails unless every generated token is the same as without the store, and
+    the logits are equal within the dtype's tolerance; and unless wrong blocks,
+    tried on purpose, show.
+
+    Takes about a minute, 2 GB of memory and nothing from the network.
 
     Examples:
       moonpool demo
@@ -87,5 +92,5 @@ def _progress() -> Iterator[Watch]:
         )
 
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 app.command()(demo)
