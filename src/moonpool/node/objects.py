@@ -13,6 +13,7 @@ from moonpool.node.extents import byte_column, float_column, int_column
 
 # Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
 RINGS: Final = 33
+PASSED_OVER_MAX: Final = 32
 
 
 class Objects:
@@ -27,7 +28,6 @@ class Objects:
         "_previous",
         "_rings",
         "_sentinel",
-        "_used",
         "first",
         "first_array",
         "last_used",
@@ -39,6 +39,7 @@ class Objects:
         "pins",
         "pins_array",
         "slots",
+        "used",
     )
 
     def __init__(self, slots: int) -> None:
@@ -59,14 +60,14 @@ class Objects:
         self._previous = int_column(slots + RINGS)
         for ring in range(slots, slots + RINGS):
             self._next[ring] = self._previous[ring] = ring
-        self._used = 0
-        # Rings that ever held something, as few sizes are in use at a time.
+        # One bit for each ring that ever held something: few sizes are in use in one pool.
+        self.used = 0
 
     def add(self, slot: int, granules: int, now: float) -> None:
         """Enter a slot as the most recently used of its size."""
         power = granules.bit_length()
         self._rings[slot] = power
-        self._used |= 1 << power
+        self.used |= 1 << power
         self.last_used[slot] = now
         self._insert(slot, self._sentinel + power)
 
@@ -74,7 +75,7 @@ class Objects:
         """Enter a slot by the time of its last use. O(1) if slots come in that order, else linear: for restarts."""
         power = granules.bit_length()
         self._rings[slot] = power
-        self._used |= 1 << power
+        self.used |= 1 << power
         self.last_used[slot] = last_used
         ring = after = self._sentinel + power
         while (before := self._previous[after]) != ring and self.last_used[before] > last_used:
@@ -94,7 +95,7 @@ class Objects:
             ring = self._sentinel + power
             following[ring], following[chain[:-1]], following[chain[-1]] = chain[0], chain[1:], ring
             preceding[chain[0]], preceding[chain[1:]], preceding[ring] = ring, chain[:-1], chain[-1]
-            self._used |= 1 << power
+            self.used |= 1 << power
 
     def drop(self, slot: int) -> None:
         """Take a slot out of its ring."""
@@ -115,25 +116,47 @@ class Objects:
         following[slot] = ring
         self.last_used[slot] = now
 
-    def rings(self) -> Iterator[int]:
-        """The powers of two in size, counted in bits of the granules, that objects have had, smallest first."""
-        used = self._used
-        while used:
-            lowest = used & -used
-            used ^= lowest
-            yield lowest.bit_length() - 1
+    def powers(self) -> list[int]:
+        """The rings that ever held something: sizes in bits of the granules, smallest first."""
+        return [power for power in range(self.used.bit_length()) if self.used >> power & 1]
 
-    def coldest(self, power: int) -> Iterator[int]:
-        """The slots of a ring, coldest first. Valid until the ring changes."""
+    def coldest(self, power: int, limit: int, count: int) -> list[int]:
+        """Up to `count` evictable slots of a ring, coldest first.
+
+        Others found on the way go to the ring's hot end, at most `PASSED_OVER_MAX`: what is pinned for long would
+        else be looked at again by every reservation.
+        """
+        following, preceding, pins, level = self._next, self._previous, self.pins, self.level
+        ring = self._sentinel + power
+        found: list[int] = []
+        passed_over = 0
+        slot = following[ring]
+        while slot != ring and len(found) < count and passed_over < PASSED_OVER_MAX:
+            after = following[slot]
+            if pins[slot] <= 0 and level[slot] < limit:
+                found.append(slot)
+            else:
+                passed_over += 1
+                before = preceding[slot]
+                following[before] = after
+                preceding[after] = before
+                self._insert(slot, ring)
+            slot = after
+        return found
+
+    def oldest(self) -> Iterator[int]:
+        """All slots, coldest first, in constant time each; what eviction passed over comes later than its turn.
+
+        Valid until any ring changes.
+        """
+        return heapq.merge(*map(self._ring, self.powers()), key=self.last_used.__getitem__)
+
+    def _ring(self, power: int) -> Iterator[int]:
         ring = self._sentinel + power
         slot = self._next[ring]
         while slot != ring:
             yield slot
             slot = self._next[slot]
-
-    def oldest(self) -> Iterator[int]:
-        """All slots, coldest first, in constant time each. Valid until any ring changes."""
-        return heapq.merge(*map(self.coldest, self.rings()), key=self.last_used.__getitem__)
 
     def _insert(self, slot: int, after: int) -> None:
         following, preceding = self._next, self._previous

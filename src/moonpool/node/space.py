@@ -9,9 +9,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.node.eviction import Evictor, Policy, Recency
+from moonpool.node.eviction import Evictor, Recency
 from moonpool.node.extents import Extents
 from moonpool.node.objects import Objects
+from moonpool.node.windows import Policy
 
 GRANULE_BYTES: Final = 4096
 GRANULE_SHIFT: Final = 12
@@ -150,7 +151,9 @@ class Space:
             if offset >= 0:
                 return offset
             for limit in (SOFT, HARD) if soft else (SOFT,):
-                start = yield from self._evictor.window(granules, limit, self._clock())
+                start = self._evictor.quick(granules, limit, self._clock())
+                if start < 0:
+                    start = yield from self._evictor.window(granules, limit, self._clock(), durable)
                 if start >= 0:
                     break
             else:
