@@ -148,19 +148,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             read_model(file)
 
 
-transformers_types = [
-    "llama",
-    "qwen2",
-    "gemma2",
-    "gemma3_text",
-    "cohere2",
-    "gpt_oss",
-    "qwen3_next",
-    "jamba",
-    "nemotron_h",
-]
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2"])
 def test_the_layers_are_those_that_transformers_builds(name: str) -> None:
     """Another implementation reads the same file: as many layers of each kind, as many KV heads, of the same size."""
