@@ -19,7 +19,7 @@ class Bandwidth:
 
 
 DEFAULT_BANDWIDTHS = (
-    Bandwidth("memcpy, one thread", 9e9, "measured, two cores of a server CPU, objects of 16 MB"),
+    Bandwidth("memcpy, one thread", 9e9, "measured, one core of a two-core server"),
     Bandwidth("PCIe 5.0 x16, one GPU", 55.3e9, "measured, registered shared memory to an H200"),
     Bandwidth("100 GbE", 12.5e9, "line rate"),
     Bandwidth("400 Gb/s InfiniBand", 50e9, "line rate"),
