@@ -104,13 +104,11 @@ def _scaled(value: float, scale: Sequence[tuple[float, str]]) -> str:
     """Return `value` to three figures in the largest unit of `scale` (rising) that leaves at least one."""
     if value < 0:
         return "-" + _scaled(-value, scale)
-    scaled, decimals, unit = value, 0, ""
     for index, (factor, unit) in enumerate(scale):
         scaled = value / factor
         decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
         # Compared as printed, so that 999,999 bytes are "1.00 MB" and never "1000 kB".
         if index + 1 == len(scale) or round(scaled, decimals) < scale[index + 1][0] / factor:
             break
-    if scaled == 0 or (unit == "B" and scaled == int(scaled)):
-        decimals = 0
-    return f"{scaled:.{decimals}f} {unit}"
+    exact = scaled == 0 or (unit == "B" and scaled == int(scaled))
+    return f"{scaled:.{0 if exact else decimals}f} {unit}"
