@@ -104,11 +104,14 @@ def _scaled(value: float, scale: Sequence[tuple[float, str]]) -> str:
     """Return `value` to three figures in the largest unit of `scale` (rising) that leaves at least one."""
     if value < 0:
         return "-" + _scaled(-value, scale)
-    for index, (factor, unit) in enumerate(scale):
-        scaled = value / factor
+    chosen = 0
+    while True:
+        scaled = value / scale[chosen][0]
         decimals = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
         # Compared as printed, so that 999,999 bytes are "1.00 MB" and never "1000 kB".
-        if index + 1 == len(scale) or round(scaled, decimals) < scale[index + 1][0] / factor:
+        if chosen + 1 == len(scale) or round(scaled, decimals) < scale[chosen + 1][0] / scale[chosen][0]:
             break
+        chosen += 1
+    unit = scale[chosen][1]
     exact = scaled == 0 or (unit == "B" and scaled == int(scaled))
     return f"{scaled:.{0 if exact else decimals}f} {unit}"
