@@ -126,6 +126,10 @@ class Catalogue:
         """The object's size in bytes, as its writer gave it."""
         return self.words[slot * RECORD_WORDS + _SIZE]
 
+    def space_of(self, slot: int) -> int:
+        """The number of the object's key space."""
+        return self.words[slot * RECORD_WORDS + _WORD] & _SPACE_MASK
+
     def id_of(self, slot: int) -> int:
         return object_id(slot, self.generation(slot))
 

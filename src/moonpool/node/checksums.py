@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from moonpool.folder.layout import RECORD_WORDS, Field, State
@@ -22,6 +23,7 @@ from moonpool.folder.mapping import Mapping
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.steps import Steps
 from moonpool.status import Status
+from moonpool.wire import messages as m
 
 JOB = struct.Struct("<QQQQB")
 """slot, generation, offset, size, urgent."""
@@ -119,10 +121,25 @@ class Checksums:
                 int(Status.MISS if name is None else self._verdicts.get(name, Status.IN_PROGRESS)) for name in names
             ]
         finally:
-            for name in names:
-                if name is not None:
-                    self._asked.discard(name)
-                    self._verdicts.pop(name, None)
+            for asked in filter(None, names):
+                self._asked.discard(asked)
+                self._verdicts.pop(asked, None)
+
+    def complete(self, reply: m.Acquired) -> Steps[m.Acquired]:
+        """Wait until the checksum of each object in `reply` is known; 0 stays where the bounded wait ended first.
+
+        The objects are pinned by whoever asked, so that their slots stay theirs meanwhile.
+        """
+        catalogue = self.catalogue
+        deadline = self.clock() + self.wait_max_s
+        slots = [n & 0xFFFF_FFFF for n, status in zip(reply.ids, reply.statuses, strict=True) if status == Status.OK]
+        self.urgent.extend(slot for slot in slots if not catalogue.summed(slot))
+        while not all(map(catalogue.summed, slots)) and self.clock() < deadline:
+            yield deadline
+        words = catalogue.words
+        return msgspec.structs.replace(
+            reply, checksums=[words[(n & 0xFFFF_FFFF) * RECORD_WORDS + Field.CHECKSUM] for n in reply.ids]
+        )
 
     def run_here(self, pool: memoryview) -> None:
         """Do all urgent work at once, in this thread: for a store that has no process beside it."""

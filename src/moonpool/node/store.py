@@ -176,23 +176,6 @@ class Store:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def acquire(self, session: Session, request: m.Acquire) -> Steps[m.Acquired]:
-        """Pin each present object for the session."""
-        reply = self.acquire_slots(session, request.id, [self.catalogue.find(key) for key in request.keys])
-        if request.checksums:
-            # What has no checksum yet gets it now; whoever computes them is told to by `unsummed`.
-            deadline = self.clock() + self.reserve_wait_max_s
-            for i, number in enumerate(reply.ids):
-                slot = number & SLOT_MASK
-                if reply.statuses[i] != _OK:
-                    continue
-                if not self.catalogue.summed(slot):
-                    self.catalogue.unsummed.appendleft(slot)
-                while not self.catalogue.summed(slot) and self.clock() < deadline:
-                    yield deadline
-                reply.checksums[i] = self.words[slot * RECORD_WORDS + Field.CHECKSUM]
-        return reply
-
     def release(self, session: Session, ids: Iterable[int]) -> None:
         """One pin less on each; ids that the session doesn't hold are counted and otherwise ignored."""
         held, unpin = session.pins, self.catalogue.unpin

@@ -13,7 +13,7 @@ import msgspec
 KEYS_MAX = 4096
 """Keys in one message; clients split longer batches. 4,096 keys of 256 bytes are 1 MiB, a few ms of decoding."""
 
-FRAME_BYTES_MAX = 16 << 20
+FRAME_BYTES_MAX = 4 << 20
 """The longest frame that is read; a longer one closes the connection."""
 
 INLINE_BATCH_BYTES_MAX = 1 << 20

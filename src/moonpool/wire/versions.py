@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from moonpool.errors import VersionMismatch
+from moonpool.probes import told
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -22,11 +22,11 @@ class Version:
 
     @classmethod
     def ours(cls) -> Version:
-        """This process's version; `MOONPOOL_TEST_PROTOCOL=1.3` pretends to be another, for compatibility tests."""
-        told = os.environ.get("MOONPOOL_TEST_PROTOCOL")
-        if not told:
+        """This process's version; `MOONPOOL_TEST=protocol=1.3` pretends to be another, for compatibility tests."""
+        pretended = told("protocol")
+        if not pretended:
             return cls()
-        major, _, minor = told.partition(".")
+        major, _, minor = pretended.partition(".")
         return cls(int(major), int(minor))
 
     def check(self, other: Version, *, who: str) -> None:

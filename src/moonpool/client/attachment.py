@@ -1,0 +1,70 @@
+"""What a client has mapped of one node: the pool, the table, and a thread that faults the pool in."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from moonpool.folder.folder import Folder
+from moonpool.folder.layout import Header
+from moonpool.folder.mapping import TOUCH_CHUNK_BYTES, Mapping
+from moonpool.folder.table import TableReader
+
+GROWTH_POLL_S = 0.02
+"""How often the prefault thread looks whether the node has reserved more of the pool."""
+
+
+class Attachment:
+    """One pool and one table, as seen by this process. Immutable but for `live`.
+
+    Whoever holds extents of this pool keeps a reference: the mapping stays until the last is gone, also when
+    the client has meanwhile attached to another pool.
+    """
+
+    def __init__(self, pool: Mapping, table: TableReader, pool_id: bytes, incarnation: int) -> None:
+        self.pool, self.table = pool, table
+        self.pool_id, self.incarnation = pool_id, incarnation
+        self.live = True
+        """False once the node is known to be gone: lookups from shared memory then don't answer."""
+        self.readonly_view = pool.view.toreadonly()
+
+    @classmethod
+    def map(
+        cls, folder: Folder, pool_id: bytes, incarnation: int, *, writable: bool, earlier: Attachment | None
+    ) -> Attachment:
+        """Map what lies in the folder, keeping the pool's mapping (and with it its faulted pages and any
+        registration) where it is the same pool as before. Raises `FolderError`."""
+        table = TableReader(Mapping.open(folder.table, writable=False))
+        if earlier is not None and earlier.pool_id == pool_id:
+            return cls(earlier.pool, table, pool_id, incarnation)
+        return cls(Mapping.open(folder.pool, writable=writable), table, pool_id, incarnation)
+
+
+class Prefault(threading.Thread):
+    """Faults this process's mapping of the pool in, following what the node has reserved.
+
+    Page tables are per process: without it, the first pass over resident pages runs at a fraction of the speed.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(name="moonpool-prefault", daemon=True)
+        self.done = threading.Event()
+        self._attachment = attachment
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        attachment = self._attachment
+        at, total = 0, attachment.pool.size
+        while at < total and attachment.live and not self._stopping.is_set():
+            reserved = int(attachment.table.header[Header.RESERVED_BYTES])
+            if reserved <= at:
+                time.sleep(GROWTH_POLL_S)
+                continue
+            length = min(TOUCH_CHUNK_BYTES, reserved - at)
+            if not attachment.pool.touch(at, length):
+                break
+            at += length
+        self.done.set()
+
+    def stop(self) -> None:
+        self._stopping.set()

@@ -1,0 +1,193 @@
+"""One connection to a node: requests out, replies in, several threads at a time, no thread of its own.
+
+Whoever waits for a reply reads the socket for all (the "reader"); when its own has come it hands the part on to
+another that waits. So a lone thread's round trip costs no thread switch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from moonpool import errors
+from moonpool.wire import messages as m
+from moonpool.wire.frames import FrameReader, decode_reply, encode
+
+RECEIVE_BYTES = 1 << 18
+
+
+class Pending:
+    """A request under way."""
+
+    __slots__ = ("abandoned", "event", "number", "reply")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reply: m.Message | None = None
+        self.event: threading.Event | None = None
+        self.abandoned = False
+
+
+class Channel:
+    """A connected socket. Thread-safe.
+
+    `arrived` is called for every reply, on the thread that read it, before its caller sees it; `unwanted` after it
+    where the caller has given up, so that what the reply gives can be given back. `broken` says that the
+    connection is over: everything raises `NodeUnavailable` from then on.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        timeout_s: float,
+        arrived: Callable[[Channel, m.Message], None],
+        unwanted: Callable[[m.Message], None],
+    ) -> None:
+        self.sock = sock
+        self.timeout_s = timeout_s
+        self.broken: str | None = None
+        self._arrived, self._unwanted = arrived, unwanted
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Pending] = {}
+        self._sending = threading.Lock()
+        self._reading = threading.Lock()
+        self._frames = FrameReader()
+        # The kernel's own timeout: no poll beside each receive.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod_us(timeout_s)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod_us(timeout_s)))
+
+    def number(self) -> int:
+        """An id for the next request."""
+        return next(self._numbers)
+
+    def begin(self, request: m.Message) -> Pending:
+        """Send a request; `finish` waits for its reply. Raises `NodeUnavailable`."""
+        pending = Pending(request.id)
+        self._waiting[request.id] = pending
+        try:
+            self.send(request)
+        except BaseException:
+            self._waiting.pop(request.id, None)
+            raise
+        return pending
+
+    def send(self, message: m.Message) -> None:
+        """Send a message that has no reply, or whose reply somebody waits for. Raises `NodeUnavailable`."""
+        frame = encode(message)
+        with self._sending:
+            if self.broken is not None:
+                raise errors.NodeUnavailable(self.broken)
+            try:
+                self.sock.sendall(frame)
+            except OSError as error:
+                # Part of the frame may be out: nothing more can be said on this connection.
+                self.fail(f"the node is not reading ({error.strerror or error})")
+                raise errors.NodeUnavailable(str(self.broken)) from error
+            except BaseException:
+                self.fail("a send was interrupted")
+                raise
+
+    def finish(self, pending: Pending) -> m.Message:
+        """Wait for the reply. Raises `RequestTimeout`, `NodeUnavailable`, or what the node refused with."""
+        try:
+            while pending.reply is None:
+                if self._reading.acquire(blocking=False):
+                    try:
+                        self._read_until(pending)
+                    finally:
+                        self._reading.release()
+                        self._pass_on()
+                    continue
+                event = pending.event = pending.event or threading.Event()
+                # Looked at once more after the event is in place: either the reader sees it, or we see its end.
+                if not self._reading.locked():
+                    continue
+                if not event.wait(self.timeout_s):
+                    raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s")
+                event.clear()
+        except BaseException:
+            pending.abandoned = True
+            if pending.reply is not None:
+                self._unwanted(pending.reply)
+            raise
+        self._waiting.pop(pending.number, None)
+        reply = pending.reply
+        if isinstance(reply, m.Refused):
+            raise refusal(reply)
+        return reply
+
+    def fail(self, why: str) -> None:
+        """The connection is over: wake everybody who waits on it."""
+        if self.broken is None:
+            self.broken = why
+        for pending in list(self._waiting.values()):
+            if pending.event is not None:
+                pending.event.set()
+
+    def close(self) -> None:
+        self.fail("the connection was closed")
+        # Ends a receive that is under way in another thread, which closing alone does not.
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.sock.close()
+
+    def _read_until(self, mine: Pending) -> None:
+        while mine.reply is None:
+            if self.broken is not None:
+                raise errors.NodeUnavailable(self.broken)
+            try:
+                data = self.sock.recv(RECEIVE_BYTES)
+            except BlockingIOError as error:
+                raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s") from error
+            except OSError as error:
+                self.fail(f"the connection to the node broke ({error.strerror or error})")
+                continue
+            if not data:
+                self.fail("the node closed the connection")
+                continue
+            try:
+                for body in self._frames.feed(data):
+                    self._deliver(decode_reply(body))
+            except errors.ProtocolError as error:
+                self.fail(str(error))
+
+    def _deliver(self, reply: m.Message) -> None:
+        pending = self._waiting.get(reply.id)
+        if pending is None:
+            return
+        wanted = not pending.abandoned
+        self._arrived(self, reply)
+        if not wanted:
+            self._waiting.pop(reply.id, None)
+            self._unwanted(reply)
+            return
+        pending.reply = reply
+        if pending.event is not None:
+            pending.event.set()
+
+    def _pass_on(self) -> None:
+        """Let another thread that waits take the reader's part."""
+        for pending in list(self._waiting.values()):
+            if pending.event is not None and pending.reply is None and not pending.abandoned:
+                pending.event.set()
+                return
+
+
+def refusal(reply: m.Refused) -> errors.MoonpoolError:
+    """The exception that a node's refusal names."""
+    kind: Any = getattr(errors, reply.kind, errors.RemoteError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.MoonpoolError)):
+        kind = errors.RemoteError
+    found: errors.MoonpoolError = kind(reply.text)
+    return found
+
+
+def divmod_us(seconds: float) -> tuple[int, int]:
+    """A timeout as whole seconds and microseconds."""
+    return int(seconds), int(seconds % 1 * 1_000_000)

@@ -1,0 +1,93 @@
+"""Copies between the pool and a caller's buffers: without the interpreter lock, over several threads, and never
+still running when the call has ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+SMALL_BYTES = 64 * 1024
+"""Up to here a plain memoryview copy, holding the interpreter lock for a few us, is quicker than numpy's call."""
+PIECE_BYTES = 4 << 20
+"""What a thread takes at a time: some 0.3 ms, so that an interrupt is noticed soon and no thread idles long."""
+SPREAD_BYTES_MIN = 8 << 20
+"""Below this waking other threads costs more than they save."""
+
+
+class Copier:
+    """Copies batches of slices with `threads` threads, the caller's being one of them. Thread-safe."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        available = len(os.sched_getaffinity(0))
+        self.threads = max(1, threads if threads is not None else min(4, available))
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """Copy each (target, source) pair of equally long slices. When it returns or raises (interrupts too), no
+        copy that it started is running any more."""
+        if self.threads == 1 or sum(len(target) for target, _ in pairs) < SPREAD_BYTES_MIN:
+            for target, source in pairs:
+                np.copyto(target, source)
+            return
+        pieces: deque[tuple[Bytes, Bytes]] = deque()
+        for target, source in pairs:
+            for start in range(0, len(target), PIECE_BYTES):
+                pieces.append((target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES]))
+        executor = self._pool()
+        helpers = [executor.submit(_drain, pieces) for _ in range(min(self.threads, len(pieces)) - 1)]
+        try:
+            _drain(pieces)
+        finally:
+            pieces.clear()
+            _settle(helpers)
+        for helper in helpers:
+            helper.result()
+
+    def close(self) -> None:
+        """End the threads; running copies are waited for."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+    def after_fork(self) -> None:
+        """In a forked child: the threads are the parent's; start afresh when needed."""
+        self._lock = threading.Lock()
+        self._executor = None
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="moonpool-copy")
+            return self._executor
+
+
+def _drain(pieces: deque[tuple[Bytes, Bytes]]) -> None:
+    while True:
+        try:
+            target, source = pieces.popleft()
+        except IndexError:
+            return
+        np.copyto(target, source)
+
+
+def _settle(helpers: Sequence[Future[None]]) -> None:
+    """Wait until none runs, whatever comes in between; an interrupt is raised afterwards."""
+    interrupted: BaseException | None = None
+    for helper in helpers:
+        while not helper.done():
+            try:
+                helper.exception()
+            except BaseException as error:  # KeyboardInterrupt above all: the copy still runs, so wait on
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted

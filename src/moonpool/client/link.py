@@ -1,0 +1,406 @@
+"""The link to a node: what this client holds there, kept true over reconnects.
+
+A link is what the rest of the client is written against; there are two: over a socket, and `embedded`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+from moonpool import errors
+from moonpool.client.attachment import Attachment, Prefault
+from moonpool.client.channel import Channel, Pending
+from moonpool.folder.folder import Folder, open_file
+from moonpool.wire import messages as m
+from moonpool.wire.versions import FEATURES, Version, boot_id
+
+log = logging.getLogger("moonpool.client")
+
+WATCH_S = 0.1
+"""How often the watching thread looks for views that have been dropped."""
+RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.02, 1.0
+TRIES_MAX = 3
+"""How often one call is sent anew because the connection broke under it."""
+
+
+class Link(Protocol):
+    """A session with one node. Thread-safe."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """What is mapped now. Raises `NodeUnavailable` while there is no node."""
+
+    def call(self, request: m.Message) -> m.Message:
+        """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
+
+    def begin(self, request: m.Message) -> object:
+        """Send a request now; `finish` waits for the reply."""
+
+    def finish(self, begun: object) -> m.Message: ...
+
+    def release(self, ids: list[int], transfer_s: float = 0.0) -> None:
+        """Give pins back; not waited for. The caller's I/O on them has stopped."""
+
+    def commit(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> object:
+        """Begin to make filled extents visible; the answer of `finish` is a `StatusReply`."""
+
+    def abort(self, ids: list[int]) -> None:
+        """Give extents back unfilled; the caller's I/O on them has stopped."""
+
+    def drop(self, number: int) -> None:
+        """A view's last reference is gone: its pin is released soon. Called by finalizers; only appends to a queue."""
+
+    def flush(self) -> None:
+        """Release what `drop` has queued."""
+
+    def close(self) -> None:
+        """End the session, at once or when the last view is gone. Safe to call twice."""
+
+    def prefaulted(self, timeout_s: float | None) -> bool:
+        """Wait until this process's mapping has been faulted in."""
+
+
+class SocketLink:
+    """A session over a Unix socket: reconnects by itself, and then tells the node what it still holds."""
+
+    def __init__(self, folder: Folder, *, name: str, read_only: bool, timeout_s: float, prefault: bool) -> None:
+        self.folder, self.name, self.read_only = folder, name, read_only
+        self.timeout_s, self._prefault_wanted = timeout_s, prefault
+        self._reset()
+        _links.add(self)
+        with self._state:
+            self._connect()
+
+    def _reset(self) -> None:
+        self._state = threading.RLock()
+        """Guards what is held, and which channel is current."""
+        self._channel: Channel | None = None
+        self._attachment: Attachment | None = None
+        self._session, self._token = 0, b""
+        self._lock_fd = -1
+        self._pins: dict[int, int] = {}
+        self._reservations: set[int] = set()
+        self._dropped: deque[int] = deque()
+        self._closing = False
+        self._watcher: threading.Thread | None = None
+        self._prefault: Prefault | None = None
+        self._pid = os.getpid()
+        self._retry_at, self._retry_s = 0.0, RECONNECT_FIRST_S
+
+    # ---- connecting ----------------------------------------------------------------------------------------------
+
+    @property
+    def attachment(self) -> Attachment:
+        attachment = self._attachment
+        if attachment is None or not attachment.live:
+            self._current()
+            attachment = self._attachment
+            assert attachment is not None
+        return attachment
+
+    def _current(self) -> Channel:
+        """The live channel, connecting anew if need be. Raises `NodeUnavailable`, `Closed`."""
+        channel = self._channel
+        if channel is not None and channel.broken is None:
+            return channel
+        with self._state:
+            if self._closing:
+                raise errors.Closed("the client has been closed")
+            channel = self._channel
+            if channel is None or channel.broken is not None:
+                channel = self._connect()
+            return channel
+
+    def _connect(self) -> Channel:
+        """Connect and say what is held. With the state locked. Raises `NodeUnavailable`."""
+        if self._attachment is not None:
+            self._attachment.live = False
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = Channel(sock, self.timeout_s, self._arrived, self._give_back)
+        try:
+            try:
+                self.folder.check()
+                sock.connect(os.fspath(self.folder.socket))
+            except (OSError, errors.FolderError) as error:
+                why = (error.strerror if isinstance(error, OSError) else None) or error
+                raise errors.NodeUnavailable(
+                    f"no node answers at {self.folder.socket} ({why}); start one with "
+                    f"`moonpool serve --dir {self.folder.path}`"
+                ) from error
+            welcome = channel.finish(channel.begin(self._hello(channel.number())))
+            if not isinstance(welcome, m.Welcome):
+                raise errors.NodeUnavailable(f"the node answered Hello with {type(welcome).__name__}")
+            Version.ours().check(Version(welcome.major, welcome.minor), who="the node")
+            self._adopt(channel, welcome)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, errors.ProtocolError | errors.FolderError | errors.RequestTimeout):
+                raise errors.NodeUnavailable(str(error)) from error
+            raise
+        if self._watcher is None:
+            self._watcher = threading.Thread(
+                target=_watch, args=(weakref.ref(self),), name="moonpool-watch", daemon=True
+            )
+            self._watcher.start()
+        return channel
+
+    def _hello(self, number: int) -> m.Hello:
+        ours = Version.ours()
+        pool_id = self._attachment.pool_id if self._attachment is not None else b""
+        return m.Hello(
+            number, ours.major, ours.minor, sorted(FEATURES), boot_id(), self.name, self.read_only,
+            self._session, self._token, pool_id, list(self._pins.items()), list(self._reservations),
+        )  # fmt: skip
+
+    def _adopt(self, channel: Channel, welcome: m.Welcome) -> None:
+        if not welcome.resumed:
+            # Not (or no longer) our session: whatever we held is of an earlier pool or node, whose mapping stays.
+            self._pins.clear()
+            self._reservations.clear()
+            self._lock_session(welcome.session)
+        for number in welcome.stale:
+            self._pins.pop(number, None)
+            self._reservations.discard(number)
+        self._session, self._token = welcome.session, welcome.token
+        earlier = self._attachment
+        self._attachment = Attachment.map(
+            self.folder, welcome.pool_id, welcome.incarnation, writable=not self.read_only, earlier=earlier
+        )
+        if self._attachment.pool is not (earlier.pool if earlier else None) and self._prefault_wanted:
+            self._prefault = Prefault(self._attachment)
+            self._prefault.start()
+        self._channel = channel
+        self._retry_s = RECONNECT_FIRST_S
+
+    def _lock_session(self, session: int) -> None:
+        """Hold a lock on the session's file for as long as this process lives: a restarted node looks at it."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = open_file(self.folder.session(session), os.O_RDONLY)
+        fcntl.lockf(self._lock_fd, fcntl.LOCK_SH)
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def call(self, request: m.Message) -> m.Message:
+        for left in reversed(range(TRIES_MAX)):
+            try:
+                return self.finish(self.begin(request))
+            except errors.VersionMismatch:
+                raise
+            except errors.NodeUnavailable:
+                channel = self._channel
+                if not left or channel is None or channel.broken is None:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def begin(self, request: m.Message) -> tuple[Channel, Pending]:
+        channel = self._current()
+        request = _numbered(request, channel.number())
+        return channel, channel.begin(request)
+
+    def finish(self, begun: object) -> m.Message:
+        assert isinstance(begun, tuple)
+        channel, pending = begun
+        found: m.Message = channel.finish(pending)
+        return found
+
+    def commit(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> object:
+        """The ids stay declared as reservations until the node has answered: a commit that was lost is sent anew."""
+        return self.begin(m.Commit(0, ids, checksums, transfer_s))
+
+    def release(self, ids: list[int], transfer_s: float = 0.0) -> None:
+        with self._state:
+            for number in ids:
+                left = self._pins.get(number, 0) - 1
+                if left > 0:
+                    self._pins[number] = left
+                elif left == 0:
+                    del self._pins[number]
+            self._send(m.Release(0, ids, transfer_s))
+
+    def abort(self, ids: list[int]) -> None:
+        with self._state:
+            self._reservations.difference_update(ids)
+            self._send(m.Abort(0, ids))
+
+    def _send(self, message: m.Message) -> None:
+        """With the state locked. A broken connection loses nothing: what is held is declared at the next."""
+        channel = self._channel
+        if channel is not None and channel.broken is None:
+            with contextlib.suppress(errors.NodeUnavailable):
+                channel.send(message)
+
+    def forget(self, ids: list[int]) -> None:
+        """These reservations have been committed, or the node has refused them."""
+        with self._state:
+            self._reservations.difference_update(ids)
+
+    def drop(self, number: int) -> None:
+        self._dropped.append(number)
+
+    def flush(self) -> None:
+        dropped = self._dropped
+        if not dropped:
+            return
+        ids: list[int] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                ids.append(dropped.popleft())
+        if ids:
+            self.release(ids)
+
+    def _arrived(self, channel: Channel, reply: m.Message) -> None:
+        """Note what a reply gives us to hold, before anybody acts on it."""
+        if isinstance(reply, m.Acquired):
+            with self._state:
+                self._check(channel)
+                for number in reply.ids:
+                    if number:
+                        self._pins[number] = self._pins.get(number, 0) + 1
+        elif isinstance(reply, m.Reserved):
+            with self._state:
+                self._check(channel)
+                self._reservations.update(filter(None, reply.ids))
+
+    def _check(self, channel: Channel) -> None:
+        if channel is not self._channel:
+            # The node has been told meanwhile, over another connection, that we don't hold this.
+            channel.fail("the connection was replaced")
+            raise errors.ProtocolError("the connection was replaced")
+
+    def _give_back(self, reply: m.Message) -> None:
+        """A reply whose caller has given up."""
+        if isinstance(reply, m.Acquired):
+            self.release([number for number in reply.ids if number])
+        elif isinstance(reply, m.Reserved):
+            self.abort([number for number in reply.ids if number])
+
+    # ---- watching ------------------------------------------------------------------------------------------------
+
+    def watch_once(self) -> bool:
+        """One round of the watching thread; False when there is nothing left to watch."""
+        channel = self._channel
+        if channel is None:
+            return False
+        if channel.broken is None:
+            # Only the hang-up is waited for: replies are read by those who wait for them.
+            poller = select.poll()
+            try:
+                poller.register(channel.sock, select.POLLRDHUP)
+                gone = bool(poller.poll(WATCH_S * 1000))
+            except (OSError, ValueError):
+                gone = True
+            if gone:
+                channel.fail("the node closed the connection")
+        if channel.broken is not None:
+            self._lost(channel)
+        self.flush()
+        if self._closing and not self._pins and not self._reservations:
+            self._leave()
+            return False
+        return True
+
+    def _lost(self, channel: Channel) -> None:
+        attachment = self._attachment
+        if attachment is not None and channel is self._channel:
+            attachment.live = False
+        now = time.monotonic()
+        if now < self._retry_at:
+            time.sleep(min(WATCH_S, self._retry_at - now))
+            return
+        with self._state:
+            if self._channel is channel:
+                channel.close()
+                try:
+                    self._connect()
+                    log.info("connected to the node again")
+                except errors.MoonpoolError as error:
+                    log.debug("still no node: %s", error)
+                    self._retry_at = now + self._retry_s
+                    self._retry_s = min(2 * self._retry_s, RECONNECT_MAX_S)
+
+    # ---- ending --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self.flush()
+        with self._state:
+            if self._closing:
+                return
+            self._closing = True
+            if not self._pins and not self._reservations:
+                self._leave()
+
+    def _leave(self) -> None:
+        """Say that no I/O of ours is outstanding, and go."""
+        with self._state:
+            channel, self._channel = self._channel, None
+            if self._prefault is not None:
+                self._prefault.stop()
+            if channel is not None:
+                with contextlib.suppress(errors.MoonpoolError):
+                    channel.finish(channel.begin(m.Bye(channel.number())))
+                channel.close()
+            if self._attachment is not None:
+                self._attachment.live = False
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+                self._lock_fd = -1
+
+    def after_fork(self) -> None:
+        """In a forked child: close what was inherited (the parent's stays as it is) and start anew when used."""
+        channel, fd, closing, attachment = self._channel, self._lock_fd, self._closing, self._attachment
+        self._reset()
+        self._closing = closing
+        if attachment is not None:
+            attachment.live = False
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                os.close(channel.sock.detach())
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def prefaulted(self, timeout_s: float | None) -> bool:
+        return self._prefault is None or self._prefault.done.wait(timeout_s)
+
+
+_links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _watch(reference: weakref.ref[SocketLink]) -> None:
+    """The watching thread. It holds no lasting reference: a client that is dropped ends its session."""
+    while True:
+        link = reference()
+        if link is None or not link.watch_once():
+            return
+        del link
+
+
+def _numbered(request: m.Message, number: int) -> m.Message:
+    fields = [getattr(request, name) for name in request.__struct_fields__[1:]]
+    return type(request)(number, *fields)
+
+
+def folder_of(path: str) -> Folder:
+    """The folder that a path names: itself, or the one that a socket lies in."""
+    found = Path(path)
+    return Folder(found.parent if found.name == "node.sock" else found)

@@ -1,0 +1,300 @@
+"""One client's connection, on the node's side: bytes in, replies out, and what its end means."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+from moonpool import errors
+from moonpool.node.sessions import Session, Standing
+from moonpool.node.steps import STEP_S, Steps
+from moonpool.probes import told
+from moonpool.wire import messages as m
+from moonpool.wire.frames import FrameReader, decode_request, encode
+
+if TYPE_CHECKING:
+    from moonpool.node.feed import Subscriber
+    from moonpool.node.server import Server
+
+log = logging.getLogger("moonpool.node")
+
+SO_PEERPIDFD = 77
+"""Socket option of Linux 6.5: a file descriptor of the peer's process, readable once it is gone."""
+
+INFLIGHT_MAX = 256
+"""Requests of one connection that may wait (for space, a writer, a checksum) at a time; further ones are refused."""
+BACKLOG_MAX = 1024
+"""Decoded-later frames of one connection beyond which no more is read from its socket."""
+WRITE_BUFFER_BYTES_MAX = 8 << 20
+"""Replies that a client has not read; one that lets more pile up is cut off (its session is quarantined)."""
+EVENTS_PER_MESSAGE = 256
+SNAPSHOT_OBJECTS = 256
+
+
+def peer_pidfd(sock: socket.socket) -> int | None:
+    """A pidfd of the process that connected, owned by the caller; None where the kernel is too old to tell."""
+    if told("no-pidfd") is not None:
+        return None
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        return None
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The connecting process's pid as this process sees it; 0 across pid namespaces. For people to read."""
+    try:
+        return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    except OSError:
+        return 0
+
+
+class Connection(asyncio.Protocol):
+    """Reads frames, serves them in order, and sends replies; a request that waits doesn't hold up the next.
+
+    Owns its transport and its peer's pidfd. The session outlives the connection: see `roster`.
+    """
+
+    def __init__(self, server: Server, pidfd: int | None, pid: int) -> None:
+        self.server = server
+        self.session: Session | None = None
+        self.subscriber: Subscriber | None = None
+        self._pidfd, self._pid = pidfd, pid
+        self._frames = FrameReader()
+        self._backlog: deque[memoryview] = deque()
+        self._scheduled = False
+        self._paused = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._transport: asyncio.Transport | None = None
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    # ---- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=1 << 20)
+        if self._pidfd is not None:
+            self.server.loop.add_reader(self._pidfd, self._process_gone)
+
+    def data_received(self, data: bytes) -> None:
+        begun = perf_counter()
+        try:
+            self._backlog.extend(self._frames.feed(data))
+        except errors.ProtocolError as error:
+            self._reject(error)
+        if not self._scheduled:
+            self._work(begun)
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._backlog.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        if self.subscriber is not None:
+            self.server.node.catalogue.feed.unsubscribe(self.subscriber)
+        session = self.session
+        if session is None or session.standing is Standing.ENDED or self.server.current(session) is not self or self.server.stopping:
+            self._drop_pidfd()
+        else:
+            self.server.node.roster.quarantine(session)
+            if self._pidfd is None:
+                self.server.node.roster.watch(session)
+        self.server.connections.discard(self)
+
+    # ---- serving -------------------------------------------------------------------------------------------------
+
+    def _work(self, begun: float | None = None) -> None:
+        """Serve what has come in, for a step's time; the rest in the loop's next round, others first."""
+        self._scheduled = False
+        begun = perf_counter() if begun is None else begun
+        backlog = self._backlog
+        while backlog and self._transport is not None:
+            try:
+                self._request(decode_request(backlog.popleft()))
+            except errors.ProtocolError as error:
+                self._reject(error)
+                break
+            if backlog and perf_counter() - begun > STEP_S:
+                self._scheduled = True
+                self.server.loop.call_soon(self._work)
+                break
+        self._pace()
+        self.server.node.catalogue.counters.step(perf_counter() - begun)
+
+    def _pace(self) -> None:
+        if self._transport is None:
+            return
+        if len(self._backlog) > BACKLOG_MAX and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        elif self._paused and len(self._backlog) <= BACKLOG_MAX // 2:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _request(self, request: m.Request) -> None:
+        session = self.session
+        try:
+            if session is None:
+                self._first(request)
+            elif isinstance(request, m.Hello):
+                raise errors.ProtocolError("a second Hello on a connection")
+            elif isinstance(request, m.Bye):
+                self._bye(session, request)
+            elif isinstance(request, m.Subscribe):
+                self._subscribe(session, request)
+            else:
+                reply = self.server.dispatcher.serve(session, request)
+                if reply is None:
+                    return
+                if isinstance(reply, m.Message):
+                    self.send(reply)
+                else:
+                    self._run(request.id, reply)
+        except errors.ProtocolError:
+            raise
+        except errors.MoonpoolError as error:
+            self.send(m.Refused(request.id, type(error).__name__, str(error)))
+        except Exception as error:
+            # A fault of ours in one request must not take the node down with it; the log has where it was.
+            log.exception("serving %s failed", type(request).__name__)
+            self.send(m.Refused(request.id, "RemoteError", f"internal error in the node: {error!r}"))
+
+    def _first(self, request: m.Request) -> None:
+        if not isinstance(request, m.Hello):
+            raise errors.ProtocolError(f"the first message is {type(request).__name__}, not Hello")
+        session, welcome = self.server.dispatcher.hello(request)
+        self.session = session
+        session.pid = self._pid
+        self.server.attach(session, self)
+        self.send(welcome)
+
+    def _bye(self, session: Session, request: m.Bye) -> None:
+        self.server.node.roster.end(session, "bye")
+        self.send(m.Count(request.id, 0))
+        if self._transport is not None:
+            self._transport.close()
+
+    def _run(self, request_id: int, steps: Steps[m.Message]) -> None:
+        """Take the first step now: most are over with it. Otherwise go on as a task, others in between."""
+        try:
+            step = next(steps)
+        except StopIteration as stop:
+            self.send(stop.value)
+            return
+        if len(self._tasks) >= INFLIGHT_MAX:
+            steps.close()
+            raise errors.RemoteError(f"{INFLIGHT_MAX} requests of this client are waiting already; wait for some first")
+        task = self.server.loop.create_task(self._finish(request_id, steps, step))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, request_id: int, steps: Steps[m.Message], step: float | None) -> None:
+        try:
+            self.send(await self.server.drive(steps, step))
+        except errors.MoonpoolError as error:
+            self.send(m.Refused(request_id, type(error).__name__, str(error)))
+        except Exception as error:
+            log.exception("a waiting request failed")
+            self.send(m.Refused(request_id, "RemoteError", f"internal error in the node: {error!r}"))
+        finally:
+            steps.close()
+
+    def send(self, message: m.Message) -> None:
+        """Queue a message; a client that doesn't read its replies is cut off at a bound."""
+        transport = self._transport
+        if transport is None or (message.id == 0 and not isinstance(message, m.Events)):
+            return
+        transport.write(encode(message))
+        if transport.get_write_buffer_size() > WRITE_BUFFER_BYTES_MAX:
+            log.warning("client %s doesn't read its replies; disconnected", self.session and self.session.name)
+            transport.abort()
+
+    def close(self) -> None:
+        """Flush what is queued and close; what the session holds stays its own."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # ---- feed ----------------------------------------------------------------------------------------------------
+
+    def _subscribe(self, session: Session, request: m.Subscribe) -> None:
+        if self.subscriber is not None:
+            raise errors.InvalidRequest("this connection is a feed already")
+        woken = asyncio.Event()
+        self.subscriber = self.server.node.catalogue.feed.subscribe(woken.set)
+        self.send(m.Count(request.id, self.server.node.catalogue.feed.sequence))
+        task = self.server.loop.create_task(self._feed(session, request, self.subscriber, woken))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _feed(self, session: Session, request: m.Subscribe, subscriber: Subscriber, woken: asyncio.Event) -> None:
+        """Send the snapshot, if asked for, then events as they come; stop after telling of a lag."""
+        if request.snapshot:
+            sequence = self.server.node.catalogue.feed.sequence
+            cursor = 0
+            while True:
+                steps = cast(
+                    "Steps[Any]", self.server.dispatcher.serve(session, m.List(0, b"", cursor, SNAPSHOT_OBJECTS))
+                )
+                listing = await self.server.drive(steps, None)
+                self.send(
+                    m.Events(
+                        request.id,
+                        [
+                            m.Event(sequence, "snapshot", o.key, o.size, o.space, "", o.metadata)
+                            for o in listing.objects
+                        ],
+                    )
+                )
+                await self._drained.wait()
+                cursor = listing.cursor
+                if not cursor:
+                    break
+            self.send(m.Events(request.id, [m.Event(sequence, "snapshot-end")]))
+        while not subscriber.ended:
+            await woken.wait()
+            woken.clear()
+            while events := subscriber.take(EVENTS_PER_MESSAGE):
+                self.send(m.Events(request.id, events))
+                await self._drained.wait()
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def _reject(self, error: errors.ProtocolError) -> None:
+        """Not our protocol: say so once and close; others aren't touched."""
+        self.server.node.catalogue.counters.protocol_errors += 1
+        self.send(m.Refused(1, "ProtocolError", str(error)))
+        self._backlog.clear()
+        self.close()
+
+    def _process_gone(self) -> None:
+        """The peer's process is gone, and with it all I/O of its own: also when a forked child keeps the socket."""
+        self._drop_pidfd()
+        if self.session is not None and self.server.current(self.session) is self:
+            self.server.node.roster.end(self.session, "process-gone")
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _drop_pidfd(self) -> None:
+        if self._pidfd is not None:
+            self.server.loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def forget(self) -> None:
+        """Another connection has taken the session up: this one is nobody's."""
+        self._drop_pidfd()
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,254 @@
+"""From a message to what it does: the one table of requests, for sockets and for `embedded:` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, cast
+
+import msgspec
+
+from moonpool.errors import ReadOnly
+from moonpool.folder.layout import RECORD_WORDS, Mode
+from moonpool.node.node import RESERVE_WAIT_MAX_S, Node
+from moonpool.node.sessions import Session
+from moonpool.node.steps import Steps
+from moonpool.node.store import SLOT_MASK
+from moonpool.observe.stats import node_stats
+from moonpool.status import Status
+from moonpool.wire import messages as m
+from moonpool.wire.versions import FEATURES, Version, boot_id
+
+LIST_MAX = 4096
+"""Objects in one listing."""
+LIST_SLOTS = 2048
+"""Slots looked at in one step of a listing."""
+
+Handler = Callable[[Session, Any], "m.Message | Steps[m.Message] | None"]
+_WRITES = (m.Reserve, m.PutInline, m.Commit, m.Abort, m.Remove, m.Pin, m.Clear, m.Purge)
+
+
+class Dispatcher:
+    """Serves requests of any session on one node. A handler returns the reply, None where there is none, or steps.
+
+    Whoever calls runs the steps, letting others in between, and calls `background` to be handed work that nobody
+    waits for.
+    """
+
+    def __init__(self, node: Node, background: Callable[[Steps[None]], None]) -> None:
+        self.node = node
+        self.background = background
+        self._store, self._catalogue = node.store, node.catalogue
+        self._counters = node.catalogue.counters
+        self._handlers: dict[type, Handler] = {
+            m.Reserve: self._reserve,
+            m.PutInline: self._put_inline,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Acquire: self._acquire,
+            m.Release: self._release,
+            m.Check: self._check,
+            m.Remove: self._remove,
+            m.Touch: self._touch,
+            m.Pin: self._pin,
+            m.Stat: self._stat,
+            m.List: self._list,
+            m.Match: self._match,
+            m.Adopt: self._adopt,
+            m.ReleaseHold: self._release_hold,
+            m.Clear: self._clear,
+            m.Declare: self._declare,
+            m.Spaces: self._spaces,
+            m.Purge: self._purge,
+            m.SetMode: self._set_mode,
+            m.Statistics: self._statistics,
+            m.Verify: self._verify,
+        }
+
+    def serve(self, session: Session, request: m.Message) -> m.Message | Steps[m.Message] | None:
+        """Start one request. Raises `MoonpoolError` where it is refused as a whole."""
+        if session.read_only and isinstance(request, _WRITES):
+            raise ReadOnly(f"{type(request).__name__.lower()} on a session opened read-only")
+        return self._handlers[type(request)](session, request)
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def hello(self, request: m.Hello) -> tuple[Session, m.Welcome]:
+        """Open or resume a session. Raises `VersionMismatch` for a peer too far away."""
+        ours = Version.ours()
+        ours.check(Version(request.major, request.minor), who=f"client {request.name!r}")
+        node = self.node
+        resumed = None
+        if request.token and request.pool_id == node.pool_id:
+            resumed = node.roster.resume(request.session, request.token, request.pins, request.reservations)
+        if resumed is not None:
+            session, stale = resumed
+        else:
+            session = node.roster.open(request.name, read_only=request.read_only)
+            stale = [*(number for number, _ in request.pins), *request.reservations]
+        return session, m.Welcome(
+            request.id,
+            ours.major,
+            ours.minor,
+            sorted(FEATURES),
+            boot_id(),
+            session.number,
+            session.token,
+            node.pool_id,
+            node.incarnation,
+            node.config.pool_bytes,
+            RESERVE_WAIT_MAX_S,
+            resumed is not None,
+            stale,
+        )
+
+    # ---- objects -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, session: Session, request: m.Reserve) -> m.Message | Steps[m.Message]:
+        if not self.node.mode & Mode.WRITE:
+            empty = [0] * len(request.keys)
+            return m.Reserved(request.id, [int(Status.DISABLED)] * len(request.keys), empty, empty)
+        return self._timed("put", "allocate", request.keys, self._store.reserve(session, request))
+
+    def _put_inline(self, session: Session, request: m.PutInline) -> m.Message | Steps[m.Message]:
+        if not self.node.mode & Mode.WRITE:
+            return m.StatusReply(request.id, [int(Status.DISABLED)] * len(request.keys))
+        space = self._space_of(request.keys)
+        self._counters.bytes_written[space] += sum(map(len, request.values))
+        return self._timed("put_inline", "commit", request.keys, self._store.put_inline(session, request))
+
+    def _commit(self, session: Session, request: m.Commit) -> m.Message:
+        begun = perf_counter()
+        catalogue = self._catalogue
+        sizes = [catalogue.size(n & SLOT_MASK) for n in request.ids if n & SLOT_MASK < catalogue.records.slots]
+        statuses = self._store.commit(session, request.ids, request.checksums)
+        space = self._space_of_id(request.ids)
+        self._counters.bytes_written[space] += sum(sizes)
+        if request.transfer_s > 0:
+            self._counters.stage("put", "transfer", space, request.transfer_s)
+        self._counters.stage("put", "commit", space, perf_counter() - begun)
+        return m.StatusReply(request.id, statuses)
+
+    def _abort(self, session: Session, request: m.Abort) -> m.Message:
+        self._store.abort(session, request.ids)
+        return m.Count(request.id, len(request.ids))
+
+    def _acquire(self, session: Session, request: m.Acquire) -> m.Message | Steps[m.Message]:
+        if not self.node.mode & Mode.READ:
+            empty = [0] * len(request.keys)
+            disabled = [int(Status.DISABLED)] * len(request.keys)
+            return m.Acquired(request.id, disabled, empty, empty, empty, empty, empty, 0)
+        begun = perf_counter()
+        space = self._space_of(request.keys)
+        slots = list(map(self._catalogue.find, request.keys))
+        reply = self._store.acquire_slots(session, request.id, slots)
+        hits = reply.statuses.count(0)
+        counters = self._counters
+        counters.hits[space] += hits
+        counters.misses[space] += len(request.keys) - hits
+        counters.bytes_read[space] += sum(reply.sizes)
+        counters.stage("get", "query", space, perf_counter() - begun)
+        if request.checksums:
+            return cast("Steps[m.Message]", self.node.checksums.complete(reply))
+        return reply
+
+    def _release(self, session: Session, request: m.Release) -> None:
+        if request.transfer_s > 0:
+            self._counters.stage("get", "transfer", self._space_of_id(request.ids), request.transfer_s)
+        self._store.release(session, request.ids)
+
+    def _check(self, session: Session, request: m.Check) -> m.Message:
+        return m.StatusReply(request.id, self._store.check(request.ids))
+
+    def _remove(self, session: Session, request: m.Remove) -> m.Message:
+        return msgspec.structs.replace(self._store.remove(request.keys, request.force), id=request.id)
+
+    def _touch(self, session: Session, request: m.Touch) -> m.Message:
+        return m.StatusReply(request.id, self._store.touch(request.keys))
+
+    def _pin(self, session: Session, request: m.Pin) -> m.Message:
+        return msgspec.structs.replace(self._store.pin(request.keys, request.level, request.ttl_s), id=request.id)
+
+    def _stat(self, session: Session, request: m.Stat) -> m.Message:
+        slots = map(self._store.visible_slot, request.keys)
+        return m.Stats(request.id, [self._describe(slot) if slot >= 0 else None for slot in slots])
+
+    def _list(self, session: Session, request: m.List) -> Steps[m.Message]:
+        catalogue = self._catalogue
+        found: list[m.ObjectStat] = []
+        limit = max(1, min(request.limit, LIST_MAX))
+        slot = request.cursor
+        while slot < catalogue.slots_used_top and len(found) < limit:
+            if catalogue.visible(slot) and (
+                not request.prefix or catalogue.records.key(slot).startswith(request.prefix)
+            ):
+                found.append(self._describe(slot))
+            slot += 1
+            if slot % LIST_SLOTS == 0 or len(found) % 128 == 127:
+                yield None
+        return m.Listing(request.id, found, slot if slot < catalogue.slots_used_top else 0)
+
+    # ---- match, administration -----------------------------------------------------------------------------------
+
+    def _match(self, session: Session, request: m.Match) -> m.Message | Steps[m.Message]:
+        if not self.node.mode & Mode.READ:
+            return m.Matched(request.id, 0, False)
+        keys = request.groups[0].keys if request.groups else []
+        return self._timed("match", "query", keys, self.node.holds.match(session, request))
+
+    def _adopt(self, session: Session, request: m.Adopt) -> m.Message:
+        return self.node.holds.adopt(session, request)
+
+    def _release_hold(self, session: Session, request: m.ReleaseHold) -> m.Message:
+        return m.Count(request.id, int(self.node.holds.release(request.hold)))
+
+    def _clear(self, session: Session, request: m.Clear) -> Steps[m.Message]:
+        return self._purge_spaces(request.id, self._catalogue.spaces.spaces, 0.0)
+
+    def _purge(self, session: Session, request: m.Purge) -> Steps[m.Message]:
+        spaces = self._catalogue.spaces.select(request.spaces, request.model, request.tenant)
+        return self._purge_spaces(request.id, spaces, request.older_than_s)
+
+    def _purge_spaces(self, request_id: int, spaces: list[Any], older_than_s: float) -> Steps[m.Message]:
+        count = yield from self.node.sweeper.purge(list(spaces), older_than_s)
+        if len(spaces) == len(self._catalogue.spaces.spaces) and not older_than_s:
+            self._catalogue.feed.publish("cleared")
+        self.background(self.node.sweeper.free_purged())
+        return m.Count(request_id, count)
+
+    def _declare(self, session: Session, request: m.Declare) -> m.Message:
+        return m.Count(request.id, self._catalogue.spaces.declare(request.digest, request.description).number)
+
+    def _spaces(self, session: Session, request: m.Spaces) -> m.Message:
+        return m.SpaceList(request.id, self._catalogue.spaces.infos())
+
+    def _set_mode(self, session: Session, request: m.SetMode) -> m.Message:
+        self.node.set_mode(request.mode & int(Mode.ON))
+        return m.Count(request.id, self.node.mode)
+
+    def _statistics(self, session: Session, request: m.Statistics) -> m.Message:
+        return m.StatisticsReply(request.id, msgspec.json.encode(node_stats(self.node)))
+
+    def _verify(self, session: Session, request: m.Verify) -> Steps[m.Message]:
+        statuses = yield from self.node.checksums.verify(request.keys)
+        return m.StatusReply(request.id, statuses)
+
+    # ---- within --------------------------------------------------------------------------------------------------
+
+    def _timed(self, operation: str, stage: str, keys: list[bytes], steps: Steps[Any]) -> Steps[m.Message]:
+        begun = perf_counter()
+        reply: m.Message = yield from steps
+        self._counters.stage(operation, stage, self._space_of(keys), perf_counter() - begun)
+        return reply
+
+    def _describe(self, slot: int) -> m.ObjectStat:
+        writer = self._catalogue.words[slot * RECORD_WORDS] >> 32
+        session = self.node.roster.sessions.get(writer)
+        return self._catalogue.stat(slot, session.name if session else f"session {writer}")
+
+    def _space_of(self, keys: list[bytes]) -> int:
+        return self._catalogue.spaces.number_of(keys[0]) if keys else 0
+
+    def _space_of_id(self, ids: list[int]) -> int:
+        slot = ids[0] & SLOT_MASK if ids else 0
+        return self._catalogue.space_of(slot) if slot < self._catalogue.records.slots else 0

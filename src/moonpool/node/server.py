@@ -1,0 +1,248 @@
+"""The node's loop: accepts clients, drives work that waits, and does what is due now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+from moonpool.errors import FolderError
+from moonpool.folder.folder import Folder
+from moonpool.node.checksums import JOB, RESULT
+from moonpool.node.connection import Connection, peer_pid, peer_pidfd
+from moonpool.node.dispatch import Dispatcher
+from moonpool.node.node import Node
+from moonpool.node.sessions import Session
+from moonpool.node.steps import Steps
+
+log = logging.getLogger("moonpool.node")
+T = TypeVar("T")
+
+TICK_S = 0.1
+"""How often locks, expiry and the scrub are looked at."""
+ACCEPT_BACKLOG = 1024
+CLIENTS_MAX = 4096
+"""Connections at a time: each takes two file descriptors here, of the 20,000 or so that a process may have."""
+JOBS_INFLIGHT_MAX = 32
+"""Checksum jobs sent ahead: enough to keep the process busy, few enough that urgent ones come soon."""
+
+
+class Server:
+    """Serves one node on a Unix socket. All of it runs on one event loop; see `Connection` for a client's side."""
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.stopping = False
+        self.connections: set[Connection] = set()
+        self._current: dict[int, Connection] = {}
+        self._listener: socket.socket | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.TimerHandle | None = None
+        self.use(node)
+
+    def use(self, node: Node) -> None:
+        """Serve this node from now on (at the start, and when a pool is replaced)."""
+        self.node = node
+        self.dispatcher = Dispatcher(node, self.background)
+        self._current.clear()
+        node.roster.on_end.append(self._session_ended)
+
+    # ---- listening -----------------------------------------------------------------------------------------------
+
+    def listen(self, folder: Folder, mode: int, group: int | None) -> None:
+        """Bind the folder's socket, over a dead node's. Raises `FolderError` where that fails."""
+        folder.socket.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(os.fspath(folder.socket))
+            if group is not None:
+                os.chown(folder.socket, -1, group)
+            os.chmod(folder.socket, mode & 0o666)
+            listener.listen(ACCEPT_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise FolderError(f"{folder.socket} can't be bound: {error.strerror}") from error
+        self._listener = listener
+        self.loop.add_reader(listener, self._accept)
+        self._ticker = self.loop.call_later(TICK_S, self._tick)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionError):
+            while True:
+                sock, _ = self._listener.accept()
+                if len(self.connections) >= CLIENTS_MAX:
+                    log.warning("%d clients are connected; a further one was turned away", CLIENTS_MAX)
+                    sock.close()
+                    continue
+                sock.setblocking(False)
+                connection = Connection(self, peer_pidfd(sock), peer_pid(sock))
+                self.connections.add(connection)
+                task = self.loop.create_task(self._connect(connection, sock))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
+
+    async def _connect(self, connection: Connection, sock: socket.socket) -> None:
+        await self.loop.connect_accepted_socket(lambda: connection, sock)
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def attach(self, session: Session, connection: Connection) -> None:
+        """This connection speaks for the session now."""
+        earlier = self._current.get(session.number)
+        self._current[session.number] = connection
+        if earlier is not None and earlier is not connection:
+            earlier.forget()
+
+    def current(self, session: Session) -> Connection | None:
+        return self._current.get(session.number)
+
+    def _session_ended(self, session: Session) -> None:
+        self._current.pop(session.number, None)
+
+    # ---- work that waits -----------------------------------------------------------------------------------------
+
+    async def drive(self, steps: Steps[T], step: float | None) -> T:
+        """Run steps to their end; `step` is what the last one yielded. Between two of them others are served."""
+        try:
+            while True:
+                if step is None:
+                    await asyncio.sleep(0)
+                else:
+                    await self._change(step)
+                begun = perf_counter()
+                try:
+                    step = steps.send(None)
+                finally:
+                    self.node.catalogue.counters.step(perf_counter() - begun)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        except RuntimeError as error:
+            # A coroutine turns StopIteration into RuntimeError where it escapes; ours is caught above.
+            raise error
+
+    async def _change(self, deadline: float) -> None:
+        """Until something changed that may let a waiting request go on, or the deadline has come."""
+        woken = self.loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        timer = self.loop.call_later(max(0.0, deadline - self.node.store.clock()) + 0.0005, wake)
+        self.node.catalogue.changed.append(wake)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+
+    def background(self, steps: Steps[None]) -> None:
+        """Work that nobody waits for."""
+        task = self.loop.create_task(self.drive(steps, None))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # ---- now and then --------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._ticker = self.loop.call_later(TICK_S, self._tick)
+        begun = perf_counter()
+        self.node.roster.tick()
+        self.node.sweeper.sweep_once()
+        self.node.catalogue.counters.step(perf_counter() - begun)
+
+    def stop(self) -> None:
+        """Close the socket and all connections. What living clients hold stays theirs for the next node."""
+        self.stopping = True
+        self.node.mark_closed()
+        if self._listener is not None:
+            self.loop.remove_reader(self._listener)
+            self._listener.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for task in list(self._background):
+            task.cancel()
+        for connection in list(self.connections):
+            connection.close()
+
+
+class ChecksumProcess:
+    """The process that reads the pool for checksums: started with the node, started again if it dies."""
+
+    def __init__(self, server: Server, folder: Folder, share: float) -> None:
+        self.server, self.folder, self.share = server, folder, share
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._inflight = 0
+        self._pending = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self.on_start: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Start the process and begin to feed it."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._socket = ours
+        self._inflight = 0
+        self._pending.clear()
+        command = [sys.executable, "-m", "moonpool.node.checksums", str(theirs.fileno()), str(self.folder.pool)]
+        self._process = subprocess.Popen(
+            [*command, str(self.share)], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        self.server.loop.add_reader(ours, self._results)
+        self._timer = self.server.loop.call_later(TICK_S, self._tick)
+
+    def stop(self) -> None:
+        """End the process and wait for it; safe to call twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            self.server.loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+            self._process = None
+
+    def _tick(self) -> None:
+        self._timer = self.server.loop.call_later(TICK_S / 2, self._tick)
+        self._feed()
+
+    def _feed(self) -> None:
+        if self._socket is None or self._inflight >= JOBS_INFLIGHT_MAX:
+            return
+        jobs = self.server.node.checksums.jobs(JOBS_INFLIGHT_MAX - self._inflight)
+        if jobs:
+            # 32 jobs of 33 bytes always fit into the socket's buffer: no more than that are ever on their way.
+            self._socket.send(b"".join(JOB.pack(*job) for job in jobs))
+            self._inflight += len(jobs)
+
+    def _results(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            log.warning("the checksum process ended; starting it again")
+            self.stop()
+            self.server.loop.call_later(1.0, self.start)
+            return
+        self._pending += data
+        whole = len(self._pending) // RESULT.size * RESULT.size
+        for slot, generation, value in RESULT.iter_unpack(bytes(self._pending[:whole])):
+            self._inflight -= 1
+            self.server.node.checksums.done(slot, generation, value)
+        del self._pending[:whole]
+        self._feed()
