@@ -57,7 +57,18 @@ class Extents:
     minus its length for a free run, 0 for neither. A free run is named by the boundary at which it ends.
     """
 
-    __slots__ = ("_bits", "_next", "_previous", "_sentinel", "ends", "frontier", "granules", "starts", "starts_array")
+    __slots__ = (
+        "_bits",
+        "_next",
+        "_previous",
+        "_sentinel",
+        "claimed",
+        "ends",
+        "frontier",
+        "granules",
+        "starts",
+        "starts_array",
+    )
 
     def __init__(self, granules: int) -> None:
         self.granules: Final = granules
@@ -71,6 +82,8 @@ class Extents:
         for ring in range(self._sentinel, self._sentinel + CLASSES):
             self._next[ring] = self._previous[ring] = ring
         self._bits = 0
+        # Ranges that reservations are clearing: nobody else takes free runs in them.
+        self.claimed: list[tuple[int, int]] = []
 
     def grow(self, frontier: int) -> None:
         """Hand out granules below `frontier` from now on; it never shrinks."""
@@ -80,19 +93,31 @@ class Extents:
             self.release(first, frontier - first)
 
     def take(self, owner: int, granules: int, low: bool) -> int:
-        """Give `owner` the run that fits best, from its low or its high end; the first granule, or -1."""
-        wanted = size_class(granules)
-        following = self._next
+        """Give `owner` the run that fits best, from its low or its high end; the first granule, or -1.
+
+        Of runs too long by less than an eighth, at most `CLASS_WALK_MAX` are looked at.
+        """
+        bits, following = self._bits, self._next
         run = 0
-        if granules >= EXACT_CLASSES and self._bits >> wanted & 1:
-            run = self._fitting(self._sentinel + wanted, granules)
-            found = wanted
+        if granules < EXACT_CLASSES:
+            found = granules
+        else:
+            found = size_class(granules)
+            if bits >> found & 1:
+                run = self._fitting(self._sentinel + found, granules)
+            if not run:
+                found += 1
         if not run:
-            above = self._bits >> wanted + (granules >= EXACT_CLASSES)
+            above = bits >> found
             if not above:
                 return -1
-            found = wanted + (granules >= EXACT_CLASSES) + (above & -above).bit_length() - 1
+            if not above & 1:
+                found += (above & -above).bit_length() - 1
             run = following[self._sentinel + found]
+        if self.claimed and self._is_claimed(run):
+            run, found = self._outside(granules)
+            if not run:
+                return -1
         starts, ends = self.starts, self.ends
         length = -ends[run]
         first = run - length
@@ -223,6 +248,25 @@ class Extents:
                     break
             run = self._next[run]
         return best
+
+    def _is_claimed(self, run: int) -> bool:
+        first = run + self.ends[run]
+        return any(low < run and first < high for low, high in self.claimed)
+
+    def _outside(self, granules: int) -> tuple[int, int]:
+        """A run, with its class, that is long enough and in no claimed range; (0, 0) if few looks show none."""
+        looks, found = CLASS_WALK_MAX, size_class(granules)
+        while looks and (bits := self._bits >> found):
+            found += (bits & -bits).bit_length() - 1
+            ring = self._sentinel + found
+            run = self._next[ring]
+            while looks and run != ring:
+                if -self.ends[run] >= granules and not self._is_claimed(run):
+                    return run, found
+                run = self._next[run]
+                looks -= 1
+            found += 1
+        return 0, 0
 
     def _run_over(self, granule: int) -> int:
         """Where the extent or free run over `granule` starts. Linear in its length: for a restart only."""

@@ -13,7 +13,8 @@ from moonpool.node.extents import byte_column, float_column, int_column
 
 # Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
 RINGS: Final = 33
-PASSED_OVER_MAX: Final = 32
+# 0.4 us each.
+PASSED_OVER_MAX: Final = 128
 
 
 class Objects:
@@ -24,6 +25,7 @@ class Objects:
     """
 
     __slots__ = (
+        "_claimed",
         "_next",
         "_previous",
         "_rings",
@@ -42,8 +44,9 @@ class Objects:
         "used",
     )
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, claimed: list[tuple[int, int]]) -> None:
         self.slots: Final = slots
+        self._claimed = claimed
         self.first = int_column(slots)
         self.length = int_column(slots)
         self.pins = int_column(slots)
@@ -69,7 +72,11 @@ class Objects:
         self._rings[slot] = power
         self.used |= 1 << power
         self.last_used[slot] = now
-        self._insert(slot, self._sentinel + power)
+        ring, preceding, following = self._sentinel + power, self._previous, self._next
+        hottest = preceding[ring]
+        following[hottest] = preceding[ring] = slot
+        preceding[slot] = hottest
+        following[slot] = ring
 
     def add_in_order(self, slot: int, granules: int, last_used: float) -> None:
         """Enter a slot by the time of its last use. O(1) if slots come in that order, else linear: for restarts."""
@@ -116,15 +123,19 @@ class Objects:
         following[slot] = ring
         self.last_used[slot] = now
 
+    def evictable(self, slot: int, limit: int) -> bool:
+        """Whether eviction may take a slot, sparing what is pinned, or protected at `limit` or above."""
+        return self.pins[slot] <= 0 and self.level[slot] < limit
+
     def powers(self) -> list[int]:
         """The rings that ever held something: sizes in bits of the granules, smallest first."""
         return [power for power in range(self.used.bit_length()) if self.used >> power & 1]
 
     def coldest(self, power: int, limit: int, count: int) -> list[int]:
-        """Up to `count` evictable slots of a ring, coldest first.
+        """Up to `count` evictable slots of a ring, coldest first, outside the ranges that others are clearing.
 
-        Others found on the way go to the ring's hot end, at most `PASSED_OVER_MAX`: what is pinned for long would
-        else be looked at again by every reservation.
+        Those passed over on the way go to the ring's hot end, at most `PASSED_OVER_MAX` at a time: what is pinned
+        for long would else be looked at again by every reservation.
         """
         following, preceding, pins, level = self._next, self._previous, self.pins, self.level
         ring = self._sentinel + power
@@ -133,7 +144,7 @@ class Objects:
         slot = following[ring]
         while slot != ring and len(found) < count and passed_over < PASSED_OVER_MAX:
             after = following[slot]
-            if pins[slot] <= 0 and level[slot] < limit:
+            if pins[slot] <= 0 and level[slot] < limit and not (self._claimed and self._is_claimed(slot)):
                 found.append(slot)
             else:
                 passed_over += 1
@@ -143,6 +154,10 @@ class Objects:
                 self._insert(slot, ring)
             slot = after
         return found
+
+    def _is_claimed(self, slot: int) -> bool:
+        first = self.first[slot]
+        return any(low <= first < high for low, high in self._claimed)
 
     def oldest(self) -> Iterator[int]:
         """All slots, coldest first, in constant time each; what eviction passed over comes later than its turn.

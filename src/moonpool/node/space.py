@@ -18,7 +18,8 @@ GRANULE_BYTES: Final = 4096
 GRANULE_SHIFT: Final = 12
 # Objects below 1 MiB go to the low end of the pool, where they don't part the large ones.
 SMALL_GRANULES: Final = 256
-# Victims between two yields, at some 3 us each, and how often the clock is read meanwhile.
+# Victims between two yields, at some 3 us each, and how often the clock is read meanwhile. A step is planned to take
+# half of what it may, as what the caller did before it counts too.
 STEP_VICTIMS_MAX: Final = 256
 CLOCK_PERIOD: Final = 16
 # A window that a pin or another's allocation broke is planned anew this often.
@@ -36,7 +37,7 @@ class Space:
     Every call is O(1) but for `place`, `place_many`, `make_room` (in bounded steps) and `largest_available`.
     """
 
-    __slots__ = ("_clock", "_evictor", "_extents", "_held", "_live", "_objects", "_step_s", "pins")
+    __slots__ = ("_clock", "_clock_period", "_evictor", "_extents", "_held", "_live", "_objects", "_step_s", "pins")
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class Space:
         policy: Policy | None = None,
     ) -> None:
         self._clock = clock
-        self._step_s = step_s
+        self._step_s = step_s / 2
+        # Without time there is one victim a step: so tests see every state between two.
+        self._clock_period = CLOCK_PERIOD if step_s > 0 else 1
         self._extents = Extents(pool_bytes >> GRANULE_SHIFT)
-        self._objects = Objects(slots)
+        self._objects = Objects(slots, self._extents.claimed)
         self._evictor = Evictor(self._extents, self._objects, policy or Recency())
         self._live = 0
         self._held = 0
@@ -77,7 +80,9 @@ class Space:
 
     def place(self, slot: int, offset: int, nbytes: int, last_used: float = 0.0) -> bool:
         """Own exactly this extent, below the frontier; False, and nothing changed, unless all of it is free."""
-        granules = _granules(nbytes)
+        granules = (nbytes + (GRANULE_BYTES - 1)) >> GRANULE_SHIFT
+        if self._objects.length[slot]:
+            raise _misuse(slot, nbytes)
         if offset % GRANULE_BYTES or not self._extents.claim(slot, offset >> GRANULE_SHIFT, granules):
             return False
         self._enter(slot, offset >> GRANULE_SHIFT, granules)
@@ -117,13 +122,22 @@ class Space:
         return placed
 
     def allocate(self, slot: int, nbytes: int, *, durable: bool = False) -> int:
-        """Own an extent of `nbytes` out of free bytes, most recently used now; its offset, or -1."""
-        granules = _granules(nbytes)
+        """Own an extent of `nbytes` out of free bytes, most recently used now; its offset, or -1 if none is free.
+
+        `durable` says that it will be pinned for long: it goes to the low end of the pool, as small ones do. Raises
+        ValueError if the slot owns an extent or `nbytes` isn't positive.
+        """
+        objects = self._objects
+        granules = (nbytes + (GRANULE_BYTES - 1)) >> GRANULE_SHIFT
+        if granules <= 0 or objects.length[slot]:
+            raise _misuse(slot, nbytes)
         first = self._extents.take(slot, granules, durable or granules < SMALL_GRANULES)
         if first < 0:
             return -1
-        self._enter(slot, first, granules)
-        self._objects.add(slot, granules, self._clock())
+        objects.first[slot] = first
+        objects.length[slot] = granules
+        self._live += granules
+        objects.add(slot, granules, self._clock())
         return first << GRANULE_SHIFT
 
     def make_room(
@@ -137,13 +151,14 @@ class Space:
     ) -> Generator[None, None, int]:
         """Own an extent of `nbytes`, evicting the cheapest contiguous window of free and unpinned bytes.
 
-        Yields between steps, in which others may call anything. `evict(slot)` is called once for each victim, which
-        still owns its extent then; it must not change this space. What was cleared is held until the generator
-        ends or is closed, which gives it back. Returns the offset, or -1 when no run of free and evictable bytes
-        suffices, or when others broke `PLANS_MAX` windows. Soft-protected objects are taken only if nothing else
-        suffices, and not at all unless `soft`.
+        Yields between steps of at most `step_s`, in which others may call anything. `evict(slot)` is called once for
+        each victim, which still owns its extent then; it must not change this space. What was cleared is held, and
+        its slot pinned, until the generator ends or is closed, which gives it back; nobody else is given what lies
+        in the window meanwhile. Returns the offset, or -1 when no run of free and evictable bytes suffices, or when
+        pins broke `PLANS_MAX` windows. Soft-protected objects are taken only if nothing else suffices, and not at
+        all unless `soft`. Raises what `allocate` raises.
         """
-        granules = _granules(nbytes)
+        granules = (nbytes + (GRANULE_BYTES - 1)) >> GRANULE_SHIFT
         if granules > self._extents.frontier:
             return -1
         for _ in range(PLANS_MAX):
@@ -158,6 +173,10 @@ class Space:
                     break
             else:
                 return -1
+            victim = self._extents.starts[start] - 1
+            if victim >= 0 and self._objects.length[victim] == granules and self._objects.evictable(victim, limit):
+                self._replace(victim, slot, granules, evict)
+                return start << GRANULE_SHIFT
             first = yield from self._clear(slot, start, granules, limit, evict, durable)
             if first >= 0:
                 return first << GRANULE_SHIFT
@@ -194,8 +213,18 @@ class Space:
         return self._objects.last_used[slot]
 
     def oldest(self) -> Iterator[int]:
-        """All slots that own an extent, coldest first. Valid until the space changes."""
+        """All slots that own an extent, coldest first; what eviction had to pass over comes late. Valid until the
+        space changes."""
         return self._objects.oldest()
+
+    def coldest(self) -> int:
+        """The coldest evictable slot, or -1 if few looks show none. Constant time."""
+        objects, found, found_used = self._objects, -1, 0.0
+        for power in objects.powers():
+            for slot in objects.coldest(power, HARD, 1):
+                if found < 0 or objects.last_used[slot] < found_used:
+                    found, found_used = slot, objects.last_used[slot]
+        return found
 
     def largest_free(self) -> int:
         """The longest run of free bytes."""
@@ -203,13 +232,25 @@ class Space:
 
     def largest_available(self) -> int:
         """The longest run of free and evictable bytes, soft-protected ones included; rounded down to cells of a
-        65,536th of the pool while more than 32,768 objects are pinned or hard-protected."""
+        65,536th of the pool while more than 16,384 objects are pinned or hard-protected."""
         return self._evictor.largest(HARD) << GRANULE_SHIFT
 
     def _enter(self, slot: int, first: int, granules: int) -> None:
         self._objects.first[slot] = first
         self._objects.length[slot] = granules
         self._live += granules
+
+    def _replace(self, victim: int, slot: int, granules: int, evict: Callable[[int], None]) -> None:
+        """Hand a victim's extent over as it is."""
+        evict(victim)
+        extents, objects = self._extents, self._objects
+        first = objects.first[victim]
+        objects.drop(victim)
+        objects.length[victim] = objects.level[victim] = 0
+        extents.starts[first] = extents.ends[first + granules] = slot + 1
+        objects.first[slot] = first
+        objects.length[slot] = granules
+        objects.add(slot, granules, self._clock())
 
     def _clear(
         self, slot: int, start: int, granules: int, limit: int, evict: Callable[[int], None], durable: bool
@@ -221,6 +262,7 @@ class Space:
         deadline = self._clock() + self._step_s
         objects.first[slot] = start
         objects.pins[slot] += 1
+        claim = (start, start + granules)
         complete = False
         try:
             while stop - start < granules:
@@ -247,12 +289,16 @@ class Space:
                 self._held += length
                 victims += 1
                 if stop - start < granules and (
-                    victims % STEP_VICTIMS_MAX == 0 or (victims % CLOCK_PERIOD == 0 and self._clock() >= deadline)
+                    victims % STEP_VICTIMS_MAX == 0 or (victims % self._clock_period == 0 and self._clock() >= deadline)
                 ):
+                    if claim not in extents.claimed:
+                        extents.claimed.append(claim)
                     yield
                     deadline = self._clock() + self._step_s
             complete = True
         finally:
+            if claim in extents.claimed:
+                extents.claimed.remove(claim)
             objects.pins[slot] -= 1
             self._held -= stop - start
             if not complete:
@@ -283,10 +329,10 @@ class Space:
         return first
 
 
-def _granules(nbytes: int) -> int:
+def _misuse(slot: int, nbytes: int) -> ValueError:
     if nbytes <= 0:
-        raise ValueError(f"an extent of {nbytes} bytes: at least 1 is needed")
-    return (nbytes + (GRANULE_BYTES - 1)) >> GRANULE_SHIFT
+        return ValueError(f"an extent of {nbytes} bytes for slot {slot}: at least 1 byte is needed")
+    return ValueError(f"slot {slot} owns an extent already; free it first")
 
 
 def _apart(firsts: list[int], lasts: list[int]) -> list[int]:

@@ -18,9 +18,10 @@ SEEDS_PER_RING: Final = 4
 FREE_SEEDS: Final = 4
 # Regions with up to this many extents are walked (0.15 us each), others scanned (0.3 ns a granule).
 WALK_MAX: Final = 512
-# Extents and granules read between two yields: some 200 us each.
+# Extents read between two yields, some 200 us; the granules scanned at once, and how many extents that is worth.
 SURVEY_EXTENTS: Final = 4096
-SURVEY_GRANULES: Final = 1 << 17
+SURVEY_GRANULES: Final = 1 << 15
+PIECE_WORK: Final = 128
 # Where a survey ends, whatever the request: some 16 ms of steps.
 SURVEY_EXTENTS_MAX: Final = 1 << 18
 # Where a window of more extents than this may begin is rounded to this part of its length, so that the last step,
@@ -90,11 +91,12 @@ class WindowSearch:
         """The start of the cheapest window in regions (low, high, where an extent in between starts), or -1."""
         surveys: list[Survey] = []
         surveyed = 0
-        for batch in self._batches(regions):
-            if surveyed:
+        for step, batch in enumerate(self._batches(regions)):
+            if step:
                 yield
-            surveys.append(self._survey(batch))
-            surveyed += batch.size
+            if batch.size:
+                surveys.append(self._survey(batch))
+                surveyed += batch.size
             if surveyed >= SURVEY_EXTENTS_MAX:
                 break
         if not surveyed:
@@ -138,17 +140,17 @@ class WindowSearch:
         return regions
 
     def _batches(self, regions: list[tuple[int, int, int]]) -> Iterator[NDArray[np.int64]]:
-        """Where the extents in these regions start, some `SURVEY_EXTENTS` at a time."""
+        """Where the extents in these regions start, as many at a time as one step allows."""
         batch: list[NDArray[np.int64]] = []
-        gathered = 0
+        work = 0
         for region in regions:
             for starts in self._starts_in(*region):
                 batch.append(starts)
-                gathered += starts.size
-                if gathered >= SURVEY_EXTENTS:
+                work += starts.size + PIECE_WORK
+                if work >= SURVEY_EXTENTS:
                     yield np.concatenate(batch)
-                    batch, gathered = [], 0
-        if gathered:
+                    batch, work = [], 0
+        if batch:
             yield np.concatenate(batch)
 
     def _starts_in(self, low: int, high: int, inside: int) -> Iterator[NDArray[np.int64]]:
@@ -199,6 +201,8 @@ class WindowSearch:
         evicted = np.where(owned, length, 0)
         cost = self._policy.byte_cost(idle) * evicted
         blocked = owned & self._barred(slot)
+        for low, high in self._extents.claimed:
+            blocked |= (first >= low) & (first < high)
         last = first + length
         together = self._granules * first.size // (max(1, int(length.sum())) * BEGINNINGS_PER_WINDOW)
         if together < 2:
