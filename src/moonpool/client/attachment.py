@@ -9,35 +9,35 @@ from moonpool.folder.folder import Folder
 from moonpool.folder.layout import Header
 from moonpool.folder.mapping import TOUCH_CHUNK_BYTES, Mapping
 from moonpool.folder.table import TableReader
+from moonpool.wire import messages as m
 
 GROWTH_POLL_S = 0.02
 """How often the prefault thread looks whether the node has reserved more of the pool."""
 
 
 class Attachment:
-    """One pool and one table, as seen by this process. Immutable but for `live`.
+    """One pool and one table, as seen by this process, and the session (`token`) that was told of them.
+    Immutable but for `live`.
 
     Whoever holds extents of this pool keeps a reference: the mapping stays until the last is gone, also when
     the client has meanwhile attached to another pool.
     """
 
-    def __init__(self, pool: Mapping, table: TableReader, pool_id: bytes, incarnation: int) -> None:
+    def __init__(self, pool: Mapping, table: TableReader, pool_id: bytes, token: bytes) -> None:
         self.pool, self.table = pool, table
-        self.pool_id, self.incarnation = pool_id, incarnation
+        self.pool_id, self.token = pool_id, token
         self.live = True
         """False once the node is known to be gone: lookups from shared memory then don't answer."""
         self.readonly_view = pool.view.toreadonly()
 
     @classmethod
-    def map(
-        cls, folder: Folder, pool_id: bytes, incarnation: int, *, writable: bool, earlier: Attachment | None
-    ) -> Attachment:
+    def map(cls, folder: Folder, welcome: m.Welcome, *, writable: bool, earlier: Attachment | None) -> Attachment:
         """Map what lies in the folder, keeping the pool's mapping (and with it its faulted pages and any
         registration) where it is the same pool as before. Raises `FolderError`."""
         table = TableReader(Mapping.open(folder.table, writable=False))
-        if earlier is not None and earlier.pool_id == pool_id:
-            return cls(earlier.pool, table, pool_id, incarnation)
-        return cls(Mapping.open(folder.pool, writable=writable), table, pool_id, incarnation)
+        if earlier is not None and earlier.pool_id == welcome.pool_id:
+            return cls(earlier.pool, table, welcome.pool_id, welcome.token)
+        return cls(Mapping.open(folder.pool, writable=writable), table, welcome.pool_id, welcome.token)
 
 
 class Prefault(threading.Thread):

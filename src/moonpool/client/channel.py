@@ -50,6 +50,8 @@ class Channel:
         self.sock = sock
         self.timeout_s = timeout_s
         self.broken: str | None = None
+        self.attachment: Any = None
+        """What the link has mapped for this connection; ids and offsets in its replies belong to that."""
         self._arrived, self._unwanted = arrived, unwanted
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Pending] = {}

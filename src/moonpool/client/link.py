@@ -15,12 +15,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from moonpool import errors
 from moonpool.client.attachment import Attachment, Prefault
-from moonpool.client.channel import Channel, Pending
+from moonpool.client.channel import Channel
 from moonpool.folder.folder import Folder, open_file
 from moonpool.wire import messages as m
 from moonpool.wire.versions import FEATURES, Version, boot_id
@@ -34,6 +33,10 @@ TRIES_MAX = 3
 """How often one call is sent anew because the connection broke under it."""
 
 
+Begun = Any
+"""A request under way: what `begin` gives and `finish` takes, once."""
+
+
 class Link(Protocol):
     """A session with one node. Thread-safe."""
 
@@ -44,21 +47,29 @@ class Link(Protocol):
     def call(self, request: m.Message) -> m.Message:
         """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
 
-    def begin(self, request: m.Message) -> object:
+    def exchange(self, request: m.Message) -> tuple[m.Message, Attachment]:
+        """As `call`, with the attachment that the ids and offsets in the reply belong to."""
+
+    def begin(self, request: m.Message) -> Begun:
         """Send a request now; `finish` waits for the reply."""
 
-    def finish(self, begun: object) -> m.Message: ...
+    def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
 
-    def release(self, ids: list[int], transfer_s: float = 0.0) -> None:
+    def begin_commit(
+        self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
+    ) -> Begun | None:
+        """Send the commit of filled extents. None where they belong to a session that is no more."""
+
+    def committed(self, attachment: Attachment, ids: list[int]) -> None:
+        """The node has answered a commit: these are no reservations of ours any more."""
+
+    def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
         """Give pins back; not waited for. The caller's I/O on them has stopped."""
 
-    def commit(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> object:
-        """Begin to make filled extents visible; the answer of `finish` is a `StatusReply`."""
+    def abort(self, attachment: Attachment, ids: list[int]) -> None:
+        """Give extents back unfilled; not waited for. The caller's I/O on them has stopped."""
 
-    def abort(self, ids: list[int]) -> None:
-        """Give extents back unfilled; the caller's I/O on them has stopped."""
-
-    def drop(self, number: int) -> None:
+    def drop(self, attachment: Attachment, number: int) -> None:
         """A view's last reference is gone: its pin is released soon. Called by finalizers; only appends to a queue."""
 
     def flush(self) -> None:
@@ -91,7 +102,7 @@ class SocketLink:
         self._lock_fd = -1
         self._pins: dict[int, int] = {}
         self._reservations: set[int] = set()
-        self._dropped: deque[int] = deque()
+        self._dropped: deque[tuple[Attachment, int]] = deque()
         self._closing = False
         self._watcher: threading.Thread | None = None
         self._prefault: Prefault | None = None
@@ -174,8 +185,8 @@ class SocketLink:
             self._reservations.discard(number)
         self._session, self._token = welcome.session, welcome.token
         earlier = self._attachment
-        self._attachment = Attachment.map(
-            self.folder, welcome.pool_id, welcome.incarnation, writable=not self.read_only, earlier=earlier
+        self._attachment = channel.attachment = Attachment.map(
+            self.folder, welcome, writable=not self.read_only, earlier=earlier
         )
         if self._attachment.pool is not (earlier.pool if earlier else None) and self._prefault_wanted:
             self._prefault = Prefault(self._attachment)
@@ -193,6 +204,9 @@ class SocketLink:
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, request: m.Message) -> m.Message:
+        return self.exchange(request)[0]
+
+    def exchange(self, request: m.Message) -> tuple[m.Message, Attachment]:
         for left in reversed(range(TRIES_MAX)):
             try:
                 return self.finish(self.begin(request))
@@ -204,35 +218,46 @@ class SocketLink:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def begin(self, request: m.Message) -> tuple[Channel, Pending]:
+    def begin(self, request: m.Message) -> Begun:
         channel = self._current()
-        request = _numbered(request, channel.number())
-        return channel, channel.begin(request)
+        return channel, channel.begin(_numbered(request, channel.number()))
 
-    def finish(self, begun: object) -> m.Message:
-        assert isinstance(begun, tuple)
+    def finish(self, begun: Begun) -> tuple[m.Message, Attachment]:
         channel, pending = begun
-        found: m.Message = channel.finish(pending)
-        return found
+        return channel.finish(pending), channel.attachment
 
-    def commit(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> object:
-        """The ids stay declared as reservations until the node has answered: a commit that was lost is sent anew."""
-        return self.begin(m.Commit(0, ids, checksums, transfer_s))
-
-    def release(self, ids: list[int], transfer_s: float = 0.0) -> None:
+    def begin_commit(
+        self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
+    ) -> Begun | None:
         with self._state:
+            channel = self._current()
+            if attachment.token != self._token:
+                return None
+            return channel, channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))
+
+    def committed(self, attachment: Attachment, ids: list[int]) -> None:
+        with self._state:
+            if attachment.token == self._token:
+                self._reservations.difference_update(ids)
+
+    def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
+        with self._state:
+            if attachment.token != self._token:
+                return
+            pins = self._pins
             for number in ids:
-                left = self._pins.get(number, 0) - 1
-                if left > 0:
-                    self._pins[number] = left
-                elif left == 0:
-                    del self._pins[number]
+                left = pins[number] - 1
+                if left:
+                    pins[number] = left
+                else:
+                    del pins[number]
             self._send(m.Release(0, ids, transfer_s))
 
-    def abort(self, ids: list[int]) -> None:
+    def abort(self, attachment: Attachment, ids: list[int]) -> None:
         with self._state:
-            self._reservations.difference_update(ids)
-            self._send(m.Abort(0, ids))
+            if attachment.token == self._token:
+                self._reservations.difference_update(ids)
+                self._send(m.Abort(0, ids))
 
     def _send(self, message: m.Message) -> None:
         """With the state locked. A broken connection loses nothing: what is held is declared at the next."""
@@ -241,24 +266,19 @@ class SocketLink:
             with contextlib.suppress(errors.NodeUnavailable):
                 channel.send(message)
 
-    def forget(self, ids: list[int]) -> None:
-        """These reservations have been committed, or the node has refused them."""
-        with self._state:
-            self._reservations.difference_update(ids)
-
-    def drop(self, number: int) -> None:
-        self._dropped.append(number)
+    def drop(self, attachment: Attachment, number: int) -> None:
+        self._dropped.append((attachment, number))
 
     def flush(self) -> None:
         dropped = self._dropped
-        if not dropped:
-            return
-        ids: list[int] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                ids.append(dropped.popleft())
-        if ids:
-            self.release(ids)
+        while dropped:
+            ids: dict[Attachment, list[int]] = {}
+            with contextlib.suppress(IndexError):
+                while True:
+                    attachment, number = dropped.popleft()
+                    ids.setdefault(attachment, []).append(number)
+            for attachment, numbers in ids.items():
+                self.release(attachment, numbers)
 
     def _arrived(self, channel: Channel, reply: m.Message) -> None:
         """Note what a reply gives us to hold, before anybody acts on it."""
@@ -281,10 +301,11 @@ class SocketLink:
 
     def _give_back(self, reply: m.Message) -> None:
         """A reply whose caller has given up."""
-        if isinstance(reply, m.Acquired):
-            self.release([number for number in reply.ids if number])
-        elif isinstance(reply, m.Reserved):
-            self.abort([number for number in reply.ids if number])
+        attachment = self._attachment
+        if attachment is not None and isinstance(reply, m.Acquired):
+            self.release(attachment, [number for number in reply.ids if number])
+        elif attachment is not None and isinstance(reply, m.Reserved):
+            self.abort(attachment, [number for number in reply.ids if number])
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -306,10 +327,7 @@ class SocketLink:
         if channel.broken is not None:
             self._lost(channel)
         self.flush()
-        if self._closing and not self._pins and not self._reservations:
-            self._leave()
-            return False
-        return True
+        return not self._leave_if_idle()
 
     def _lost(self, channel: Channel) -> None:
         attachment = self._attachment
@@ -333,29 +351,29 @@ class SocketLink:
     # ---- ending --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
+        self._closing = True
         self.flush()
-        with self._state:
-            if self._closing:
-                return
-            self._closing = True
-            if not self._pins and not self._reservations:
-                self._leave()
+        self._leave_if_idle()
 
-    def _leave(self) -> None:
-        """Say that no I/O of ours is outstanding, and go."""
+    def _leave_if_idle(self) -> bool:
+        """Once closed and nothing is held: say that no I/O of ours is outstanding, and go."""
         with self._state:
+            if not self._closing or self._pins or self._reservations:
+                return False
             channel, self._channel = self._channel, None
             if self._prefault is not None:
                 self._prefault.stop()
-            if channel is not None:
-                with contextlib.suppress(errors.MoonpoolError):
-                    channel.finish(channel.begin(m.Bye(channel.number())))
-                channel.close()
             if self._attachment is not None:
                 self._attachment.live = False
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-                self._lock_fd = -1
+            fd, self._lock_fd = self._lock_fd, -1
+        # Not with the state locked: a thread that reads replies may need it to go on.
+        if channel is not None:
+            with contextlib.suppress(errors.MoonpoolError):
+                channel.finish(channel.begin(m.Bye(channel.number())))
+            channel.close()
+        if fd >= 0:
+            os.close(fd)
+        return True
 
     def after_fork(self) -> None:
         """In a forked child: close what was inherited (the parent's stays as it is) and start anew when used."""
@@ -398,9 +416,3 @@ def _watch(reference: weakref.ref[SocketLink]) -> None:
 def _numbered(request: m.Message, number: int) -> m.Message:
     fields = [getattr(request, name) for name in request.__struct_fields__[1:]]
     return type(request)(number, *fields)
-
-
-def folder_of(path: str) -> Folder:
-    """The folder that a path names: itself, or the one that a socket lies in."""
-    found = Path(path)
-    return Folder(found.parent if found.name == "node.sock" else found)

@@ -1,0 +1,313 @@
+"""Getting objects: into the caller's buffers with one copy, or as views of the pool with none."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.client.attachment import Attachment
+from moonpool.client.base import Base
+from moonpool.client.buffers import Buffer, as_target, encode_key, encode_keys
+from moonpool.client.copying import SMALL_BYTES
+from moonpool.errors import IntegrityError, InvalidRequest
+from moonpool.folder.layout import KEY_BYTES_MAX
+from moonpool.node.checksums import checksum
+from moonpool.status import Status, Statuses
+from moonpool.wire import messages as m
+
+log = logging.getLogger("moonpool.client")
+
+Array = npt.NDArray[np.uint8]
+_OK = int(Status.OK)
+GET_KEYS_MAX = 1024
+"""Keys that one get holds at a time; longer batches go in several round trips."""
+
+
+class Views(Sequence["Array | None"]):
+    """Read-only arrays over the pool, one a key, None for a miss; a context manager.
+
+    The bytes of an array stay as they are for as long as it, or anything made from it without a copy (a slice,
+    `torch.from_numpy`, a memoryview), is referenced, also after the context has ended and whatever happens to the
+    key or the node meanwhile. The node can't evict the object until then, so let go soon. Not valid in a forked child.
+    """
+
+    def __init__(self, arrays: list[Array | None], statuses: Statuses, settle: _Settle) -> None:
+        self._arrays = arrays
+        self._settle = settle
+        self.statuses = statuses
+        """One status a key."""
+
+    @overload
+    def __getitem__(self, index: int) -> Array | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array | None]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array | None] | None:
+        return self._arrays[index]
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[Array | None]:
+        return iter(self._arrays)
+
+    def __enter__(self) -> Views:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the context: arrays that nobody else refers to are given back now."""
+        self._arrays = [None] * len(self._arrays)
+        self._settle()
+
+
+class _Settle:
+    """Flushes a link's queue of dropped views."""
+
+    __slots__ = ("_base",)
+
+    def __init__(self, base: Base) -> None:
+        self._base = base
+
+    def __call__(self) -> None:
+        self._base.link.flush()
+
+
+class Reading(Base):
+    """The client's calls that bring bytes."""
+
+    def get(self, key: str | bytes, *, verify: bool = False) -> bytes | None:
+        """The object's bytes as a copy of its own; None for a miss.
+
+        With `verify`, raises `IntegrityError` where they differ from their checksum. Raises `NodeUnavailable`.
+        """
+        with self.view(key, verify=verify) as views:
+            self._raise_corrupt(views.statuses, key)
+            array = views[0]
+            return None if array is None else array.tobytes()
+
+    def get_into(self, key: str | bytes, target: Buffer, *, verify: bool = False) -> int | None:
+        """Copy the object into `target`; returns its size in bytes, None for a miss.
+
+        `target` is not written to where it is too small (`InvalidRequest`). A miss may leave part of an object in it
+        that went away meanwhile; the return value alone says what is good. Raises `NodeUnavailable`, and with
+        `verify` `IntegrityError`.
+        """
+        statuses = self.get_many_into([key], [target], verify=verify)
+        self._raise_corrupt(statuses, key)
+        if statuses[0] in (Status.BUFFER_TOO_SMALL, Status.INVALID, Status.KEY_TOO_LONG, Status.EMPTY):
+            raise InvalidRequest(statuses.details.get(0, statuses[0].name))
+        return statuses.sizes[0] if statuses[0] is Status.OK else None
+
+    def get_many_into(
+        self, keys: Sequence[str | bytes], targets: Sequence[Buffer], *, verify: bool = False
+    ) -> Statuses:
+        """Copy each key's object into its target: one round trip for the batch, one copy an object.
+
+        Returns one status a key: OK, MISS, BUFFER_TOO_SMALL (target untouched), INVALID (no writable contiguous
+        buffer), CORRUPT (only with `verify`), DISABLED (see `moonpool mode`); `.sizes` has the objects' sizes in bytes.
+        Only targets with OK hold good bytes. When it returns or raises, nothing writes to the targets any more.
+        Raises `NodeUnavailable`.
+        """
+        if len(keys) != len(targets):
+            raise InvalidRequest(f"{len(keys)} keys and {len(targets)} targets; one target a key")
+        wanted = encode_keys(keys)
+        result = Statuses([Status.OK] * len(wanted), sizes=[0] * len(wanted))
+        for start in range(0, len(wanted), GET_KEYS_MAX):
+            part = wanted[start : start + GET_KEYS_MAX]
+            self._get_part(part, targets[start : start + GET_KEYS_MAX], start, result, verify)
+        return result
+
+    def view(self, key: str | bytes, *, verify: bool = False) -> Views:
+        """`view_many` for one key."""
+        return self.view_many([key], verify=verify)
+
+    def view_many(self, keys: Sequence[str | bytes], *, verify: bool = False) -> Views:
+        """Read-only uint8 arrays straight over the pool, without a copy, in one round trip a 1,024 keys.
+
+        Use it as a context: `with client.view_many(keys) as views`. See `Views` for how long they are valid. With
+        `verify`, an object that differs from its checksum is None with status CORRUPT. Raises `NodeUnavailable`.
+        """
+        self.link.flush()
+        arrays: list[Array | None] = []
+        expected: list[int] = []
+        statuses = Statuses()
+        wanted = encode_keys(keys)
+        for start in range(0, len(wanted), GET_KEYS_MAX):
+            reply, attachment = self._acquire(wanted[start : start + GET_KEYS_MAX], verify)
+            self._wrap(reply, attachment, arrays, statuses)
+            expected += reply.checksums
+        if verify:
+            self._verify_views(wanted, expected, arrays, statuses)
+        return Views(arrays, statuses, _Settle(self))
+
+    # ---- within --------------------------------------------------------------------------------------------------
+
+    def _as_views(self, reply: m.Acquired, attachment: Attachment) -> Views:
+        arrays: list[Array | None] = []
+        statuses = Statuses()
+        self._wrap(reply, attachment, arrays, statuses)
+        return Views(arrays, statuses, _Settle(self))
+
+    def _acquire(self, keys: list[bytes], verify: bool) -> tuple[m.Acquired, Attachment]:
+        reply, attachment = self.link.exchange(m.Acquire(0, keys, verify))
+        assert isinstance(reply, m.Acquired)
+        return reply, attachment
+
+    def _wrap(self, reply: m.Acquired, attachment: Attachment, arrays: list[Array | None], statuses: Statuses) -> None:
+        """Arrays that keep their objects pinned: the pin is given back when the array, which all that is derived
+        from it refers to, is gone."""
+        source, drop, alive = attachment.readonly_view, self.link.drop, _alive
+        for status, number, offset, size in zip(reply.statuses, reply.ids, reply.offsets, reply.sizes, strict=True):
+            statuses.append(Status(status))
+            if status != _OK:
+                arrays.append(None)
+                continue
+            array = np.frombuffer(source, np.uint8, size, offset)
+            arrays.append(array)
+            exported = _Exported(array, _gone)
+            exported.attachment, exported.number, exported.drop = attachment, number, drop
+            alive[id(exported)] = exported
+        statuses.sizes += reply.sizes
+
+    def _verify_views(
+        self, keys: list[bytes], expected: list[int], arrays: list[Array | None], statuses: Statuses
+    ) -> None:
+        for i, array in enumerate(arrays):
+            if array is not None and expected[i] and checksum(array.data) != expected[i]:
+                arrays[i] = None
+                self._report_corrupt(keys[i], i, statuses)
+
+    def _report_corrupt(self, key: bytes, place: int, statuses: Statuses) -> None:
+        """Say so, and have the node look at its own bytes: it drops them if it is they that are wrong."""
+        statuses[place] = Status.CORRUPT
+        statuses.details[place] = "the bytes differ from their checksum"
+        self.link.call(m.Verify(0, [key]))
+
+    def _get_part(
+        self, keys: list[bytes], targets: Sequence[Buffer], start: int, result: Statuses, verify: bool
+    ) -> None:
+        self.link.flush()
+        begun = perf_counter()
+        reply, attachment = self._acquire(keys, verify)
+        queried = perf_counter()
+        held = [number for number in reply.ids if number]
+        copied = 0
+        try:
+            copied = self._copy_out(reply, attachment, targets, start, result)
+            if verify:
+                self._check_copies(keys, reply, targets, start, result)
+            moved = perf_counter() - queried
+            if held and not self._still_good(reply, attachment):
+                self._recheck(reply, attachment, start, result)
+        finally:
+            # Whatever happened, no copy of ours is running any more (see `Copier.copy`).
+            if held:
+                self.link.release(attachment, held, perf_counter() - queried)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "get: %d keys, %d hits, %d bytes; query %.0f us, transfer %.0f us, %.2f GB/s",
+                len(keys), len(held), copied, (queried - begun) * 1e6, moved * 1e6, copied / max(moved, 1e-9) / 1e9,
+            )  # fmt: skip
+
+    def _copy_out(
+        self, reply: m.Acquired, attachment: Attachment, targets: Sequence[Buffer], start: int, result: Statuses
+    ) -> int:
+        """Copy what was found; returns the number of bytes."""
+        source, view = attachment.pool.bytes, attachment.pool.view
+        large: list[tuple[Array, Array]] = []
+        copied = 0
+        sizes, offsets = reply.sizes, reply.offsets
+        for i, status in enumerate(reply.statuses):
+            if status != _OK:
+                result[start + i] = Status(status)
+                continue
+            size, offset = sizes[i], offsets[i]
+            result.sizes[start + i] = size
+            target = targets[i]
+            if type(target) is bytearray and size <= SMALL_BYTES and len(target) >= size:
+                # The most common small case, without the general one's calls.
+                memoryview(target)[:size] = view[offset : offset + size]
+                copied += size
+                continue
+            try:
+                array = as_target(target)
+            except InvalidRequest as error:
+                result[start + i] = Status.INVALID
+                result.details[start + i] = str(error)
+                continue
+            if len(array) < size:
+                result[start + i] = Status.BUFFER_TOO_SMALL
+                result.details[start + i] = f"the object has {size} bytes, the target {len(array)}"
+            elif size <= SMALL_BYTES:
+                array.data[:size] = view[offset : offset + size]
+                copied += size
+            else:
+                large.append((array[:size], source[offset : offset + size]))
+                copied += size
+        if large:
+            self.copier.copy(large)
+        return copied
+
+    def _still_good(self, reply: m.Acquired, attachment: Attachment) -> bool:
+        """The look after the copy: no purge came in between, and every word still is of its generation."""
+        table = attachment.table
+        if table.purge_epoch != reply.epoch:
+            return False
+        return all(
+            table.unchanged(word, number >> 32) for word, number in zip(reply.words, reply.ids, strict=True) if number
+        )
+
+    def _recheck(self, reply: m.Acquired, attachment: Attachment, start: int, result: Statuses) -> None:
+        """Something changed under the copy: what isn't there any more is a miss."""
+        places = [i for i, number in enumerate(reply.ids) if number]
+        answer, now = self.link.exchange(m.Check(0, [reply.ids[i] for i in places]))
+        assert isinstance(answer, m.StatusReply)
+        same = now.token == attachment.token
+        for i, status in zip(places, answer.statuses, strict=True):
+            if (status != _OK or not same) and result[start + i] is Status.OK:
+                result[start + i] = Status.MISS
+
+    def _check_copies(
+        self, keys: list[bytes], reply: m.Acquired, targets: Sequence[Buffer], start: int, result: Statuses
+    ) -> None:
+        for i, expected in enumerate(reply.checksums):
+            if result[start + i] is not Status.OK or not expected:
+                continue
+            if checksum(as_target(targets[i])[: reply.sizes[i]].data) != expected:
+                self._report_corrupt(keys[i], start + i, result)
+
+    @staticmethod
+    def _raise_corrupt(statuses: Statuses, key: str | bytes) -> None:
+        if statuses[0] is Status.CORRUPT:
+            raise IntegrityError(f"the bytes of {encode_key(key)[:64]!r} differ from their checksum")
+        if len(encode_key(key)) > KEY_BYTES_MAX:
+            raise InvalidRequest(f"a key of {len(encode_key(key))} bytes exceeds the limit of {KEY_BYTES_MAX}")
+        if not key:
+            raise InvalidRequest("a key has at least 1 byte")
+
+
+class _Exported(weakref.ref[Array]):
+    """A weak reference to an array that was handed out, which queues its pin's release when it is gone."""
+
+    __slots__ = ("attachment", "drop", "number")
+    attachment: Attachment
+    drop: Callable[[Attachment, int], None]
+    number: int
+
+
+_alive: dict[int, _Exported] = {}
+"""Keeps the weak references themselves alive until their arrays are gone. By id: they hash as their arrays would."""
+
+
+def _gone(reference: weakref.ref[Array]) -> None:
+    assert isinstance(reference, _Exported)
+    del _alive[id(reference)]
+    reference.drop(reference.attachment, reference.number)
