@@ -103,7 +103,7 @@ def test_a_pool_that_is_there_already_keeps_its_size(tmp_path: Path) -> None:
     with (tmp_path / "pool").open("wb") as pool:
         pool.truncate(3 << 20)
     size = default_pool_bytes(tmp_path, machine(disk_gib=0))
-    assert (size.bytes, size.bound_by) == (3 << 20, "the pool that is there already")
+    assert (size.bytes, size.bound_by) == (3 << 20, "the size of the pool that is there already")
 
 
 def test_a_pool_that_is_there_already_needs_only_what_it_has_not_got_yet(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def default_pool_bytes(folder: Path, machine: Machine = HOST) -> PoolSize:
     """
     kept, _ = existing_pool(folder)
     if kept >= POOL_BYTES_MIN:
-        return PoolSize(kept, "the pool that is there already", kept)
+        return PoolSize(kept, "the size of the pool that is there already", kept)
     free, bound_by = _tightest(folder, machine)
     size = int(free * DEFAULT_SHARE) // _DEFAULT_STEP_BYTES * _DEFAULT_STEP_BYTES
     if size < POOL_BYTES_MIN:

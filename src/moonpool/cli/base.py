@@ -61,9 +61,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in LAZY:
-            command = typer.main.get_command(importlib.import_module(LAZY[args[0]][0]).app)
-            command.name = args[0]
-            return args[0], command, args[1:]
+            return args[0], _load(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
     def main(
@@ -92,6 +90,18 @@ class Commands(TyperGroup):
         if code == 130:
             fail("interrupted", 130)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _load(name: str) -> Any:
+    """A lazy command: its module's typer `app`, or its plain function with `EPILOG` for examples."""
+    module = importlib.import_module(LAZY[name][0])
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False)
+        app.command(epilog=module.EPILOG)(getattr(module, name))
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
 
 
 def _usage(error: typer.TyperException) -> str:

@@ -27,6 +27,7 @@ from moonpool.cli.entries import as_json, listed, missing, pin_text, rows, time_
 
 if TYPE_CHECKING:
     from moonpool.client import Client
+    from moonpool.status import Statuses
 
 CHUNK_BYTES = 16 << 20  # between two steps of a progress bar: a few ms each
 _INLINE_BYTES = 64 << 10
@@ -93,7 +94,7 @@ def get(
     with connect(url, read_only=True) as client, client.view(key, verify=verify) as views:
         array = views[0]
         if array is None:
-            raise CommandFailed(missing([key]))
+            raise CommandFailed(_not_read(key, views.statuses))
         if output != "-":
             _write_whole(Path(output), array)
             return
@@ -244,6 +245,14 @@ def _stored(key: bytes, statuses: Iterable[Any]) -> None:
             raise CommandFailed(f"{key_text(key)!r} was not stored: {_why(status, None)}")
         if status.name == "EXISTS":
             print(f"{key_text(key)!r} is stored already; it was left as it is", file=sys.stderr)
+
+
+def _not_read(key: bytes, statuses: Statuses) -> str:
+    if statuses[0].name == "MISS":
+        return missing([key])
+    if statuses[0].name == "DISABLED":
+        return "reading is switched off; 'moonpool mode on' switches it on"
+    return f"{key_text(key)!r} was not read: {_why(statuses[0], statuses.details.get(0))}"
 
 
 def _write_whole(path: Path, array: Any) -> None:

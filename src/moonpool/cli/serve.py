@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -18,6 +18,7 @@ from moonpool.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moonpool.config import NodeConfig
+    from moonpool.node.daemon import Progress
 
 
 def _flag(name: str, metavar: str, default: str) -> Any:
@@ -76,8 +77,8 @@ def serve(
     print(opening_line(settings), file=sys.stderr)
     from moonpool.node.daemon import run
 
-    with _touching(settings) as report:
-        run(settings, on_progress=report)
+    with ExitStack() as stack:
+        run(settings, on_progress=_Preparing(stack).report)
 
 
 def register(app: typer.Typer) -> None:
@@ -105,18 +106,26 @@ def _folder_of(url: str, folder: str | None) -> str:
     return path
 
 
-@contextmanager
-def _touching(config: NodeConfig) -> Iterator[Callable[[int, int], None]]:
-    """Progress of touching the pool: what it yields is called with (bytes touched so far, bytes in all)."""
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress("touching the pool's memory", config.pool_bytes))
-        reported = 0
+class _Preparing:
+    """Shows how far the node's work on its memory is, one bar a stage, until `stack` or the work ends."""
 
-        def report(touched_bytes: int, total_bytes: int) -> None:
-            nonlocal reported
-            advance(touched_bytes - reported)
-            reported = touched_bytes
-            if touched_bytes >= total_bytes:
-                stack.close()  # the bar goes, the node stays
+    LABELS: ClassVar = {"reserve": "reserving the pool's memory", "touch": "touching the pool's memory"}
 
-        yield report
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._stage = ""
+        self._shown_bytes = 0
+        self._advance: Callable[[int], None] = lambda count: None
+
+    def report(self, at: Progress) -> None:
+        """Called by the node, also from another thread: never raises, never waits."""
+        if at.stage != self._stage:
+            self._stack.close()
+            self._stage, self._shown_bytes = at.stage, 0
+            label = self.LABELS.get(at.stage)
+            if label is None:
+                self._advance = lambda count: None
+            else:
+                self._advance = self._stack.enter_context(progress(label, at.total_bytes))
+        self._advance(at.done_bytes - self._shown_bytes)
+        self._shown_bytes = at.done_bytes
