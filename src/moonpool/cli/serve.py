@@ -69,10 +69,9 @@ def serve(
     given["prefault"] = None if prefault is None else str(prefault).lower()
     if url is not None:
         given["dir"] = _folder_of(url, given["dir"])
-    from moonpool.config import check_fits, load_config
+    from moonpool.config import load_config
 
     settings = load_config(given, os.environ, config)
-    check_fits(settings.pool_bytes, settings.dir)
     set_up_logging(settings.log_level)
     print(opening_line(settings), file=sys.stderr)
     from moonpool.node.daemon import run

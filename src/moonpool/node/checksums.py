@@ -6,20 +6,14 @@ within a share of one core, and the scrub compares it now and then.
 
 from __future__ import annotations
 
-import os
-import socket
 import struct
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import xxhash
 
 from moonpool.folder.layout import RECORD_WORDS, Field, State
-from moonpool.folder.mapping import Mapping
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.steps import Steps
 from moonpool.status import Status
@@ -29,9 +23,6 @@ JOB = struct.Struct("<QQQQB")
 """slot, generation, offset, size, urgent."""
 RESULT = struct.Struct("<QQQ")
 """slot, generation, checksum."""
-
-CHUNK_BYTES = 8 << 20
-"""Hashed between two naps: 0.6 ms at 13 GB/s, so that the CPU share holds over short times too."""
 
 Job = tuple[int, int, int, int, bool]
 
@@ -177,38 +168,3 @@ class Checksums:
                 found.append((slot, catalogue.generation(slot), words[base + 1], words[base + 2], False))
         if self._cursor >= top and share >= 1:
             self._cursor, self._pass_started = 0, self.clock()
-
-
-def work(connection: socket.socket, pool: Mapping, share: float) -> None:
-    """The process's loop: read jobs, hash, answer; ends at the connection's end. `share` is of one core."""
-    os.nice(19)
-    pending = bytearray()
-    while True:
-        data = connection.recv(1 << 16)
-        if not data:
-            return
-        pending += data
-        whole = len(pending) // JOB.size * JOB.size
-        jobs = sorted(JOB.iter_unpack(bytes(pending[:whole])), key=lambda job: not job[4])
-        del pending[:whole]
-        for slot, generation, offset, size, urgent in jobs:
-            hasher = xxhash.xxh3_64()
-            for start in range(offset, offset + size, CHUNK_BYTES):
-                begun = time.perf_counter()
-                hasher.update(pool.view[start : min(start + CHUNK_BYTES, offset + size)])
-                if not urgent and share < 1:
-                    time.sleep((time.perf_counter() - begun) * (1 / share - 1))
-            connection.sendall(RESULT.pack(slot, generation, hasher.intdigest() or 1))
-
-
-def main() -> None:
-    """`python -m moonpool.node.checksums FD POOL SHARE`, started by the node."""
-    fd, path, share = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    try:
-        work(socket.socket(fileno=fd), Mapping.open(path, writable=False), share)
-    except (ConnectionError, KeyboardInterrupt):
-        pass
-
-
-if __name__ == "__main__":
-    main()

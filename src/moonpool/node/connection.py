@@ -106,12 +106,12 @@ class Connection(asyncio.Protocol):
         if self.subscriber is not None:
             self.server.node.catalogue.feed.unsubscribe(self.subscriber)
         session = self.session
-        if session is None or session.standing is Standing.ENDED or self.server.current(session) is not self or self.server.stopping:
-            self._drop_pidfd()
-        else:
+        if session is not None and self.server.current(session) is self and not self.server.stopping:
             self.server.node.roster.quarantine(session)
-            if self._pidfd is None:
-                self.server.node.roster.watch(session)
+        if session is None or session.standing is not Standing.QUARANTINED or self.server.current(session) is not self:
+            self._drop_pidfd()
+        elif self._pidfd is None:
+            self.server.node.roster.watch(session)
         self.server.connections.discard(self)
 
     # ---- serving -------------------------------------------------------------------------------------------------

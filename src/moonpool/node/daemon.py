@@ -11,20 +11,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import uvloop
 
 from moonpool.config import NodeConfig, check_fits
 from moonpool.errors import FolderError
 from moonpool.folder.folder import Folder
 from moonpool.folder.mapping import TOUCH_CHUNK_BYTES, reserve_file
+from moonpool.folder.records import Records
 from moonpool.node.node import Node, open_node
 from moonpool.node.server import ChecksumProcess, Server
 from moonpool.observe.http import MetricsServer
 
 log = logging.getLogger("moonpool.node")
-
-RESERVE_CHUNK_BYTES = 256 << 20
-"""Reserved at a time: some 75 ms, after which the node may hand it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,16 @@ class Progress:
     done_bytes: int
     total_bytes: int
     recovered: int = 0
+    """Objects that were found at a restart."""
 
 
-def run(config: NodeConfig, on_progress: Callable[[Progress], None] | None = None) -> None:
+Report = Callable[[Progress], None]
+
+RESERVE_CHUNK_BYTES = 256 << 20
+"""Reserved at a time: some 75 ms, after which the node may hand it out."""
+
+
+def run(config: NodeConfig, on_progress: Report | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises `MoonpoolError` where it can't start; leaves the pool for the next node.
 
     `on_progress` is called from a background thread.
@@ -47,7 +53,8 @@ def run(config: NodeConfig, on_progress: Callable[[Progress], None] | None = Non
     folder.create(config.folder_mode, config.group)
     lock = folder.take_lock()
     try:
-        if not folder.pool.exists():
+        config = _as_before(config, folder)
+        if Records.identity(folder.records) is None:
             check_fits(config.pool_bytes, config.dir)
         warnings: list[str] = []
         node = open_node(config, folder, warnings)
@@ -60,7 +67,18 @@ def run(config: NodeConfig, on_progress: Callable[[Progress], None] | None = Non
         os.close(lock)
 
 
-async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Callable[[Progress], None]) -> None:
+def _as_before(config: NodeConfig, folder: Folder) -> NodeConfig:
+    """Sizes that nobody chose stay those of the pool that is there: what is free now doesn't count what it takes."""
+    identity = Records.identity(folder.records)
+    if identity is None or not config.origins.get("pool", "").startswith("default"):
+        return config
+    config = msgspec.structs.replace(config, pool_bytes=identity.pool_bytes)
+    if config.origins.get("slots") == "default":
+        config = msgspec.structs.replace(config, slots=identity.slots)
+    return config
+
+
+async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Report) -> None:
     loop = asyncio.get_running_loop()
     server = Server(node, loop)
     stop = asyncio.Event()
@@ -72,9 +90,9 @@ async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Callabl
     metrics = MetricsServer(server)
     if config.metrics is not None:
         await metrics.start(config.metrics.host, config.metrics.port)
+    report(Progress("serving", 0, config.pool_bytes, node.recovered))
     preparation = Preparation(config, folder, server, report)
     preparation.start()
-    report(Progress("serving", 0, config.pool_bytes, node.recovered))
     try:
         await stop.wait()
     finally:
@@ -89,7 +107,7 @@ async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Callabl
 class Preparation(threading.Thread):
     """Sets the pool's memory aside chunk by chunk (the node hands out each as it comes), then faults it in."""
 
-    def __init__(self, config: NodeConfig, folder: Folder, server: Server, report: Callable[[Progress], None]) -> None:
+    def __init__(self, config: NodeConfig, folder: Folder, server: Server, report: Report) -> None:
         super().__init__(name="moonpool-prepare", daemon=True)
         self.config, self.folder, self.server, self.report = config, folder, server, report
         self.node = server.node

@@ -107,8 +107,11 @@ class Roster:
     # ---- going ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, session: Session) -> None:
-        """The connection is gone and the process may live: keep everything that it holds."""
-        if session.standing is Standing.LIVE:
+        """The connection is gone and the process may live: keep everything that it holds. One that holds nothing
+        has no I/O under way, so it ends."""
+        if session.idle:
+            self.end(session, "idle")
+        elif session.standing is Standing.LIVE:
             session.standing = Standing.QUARANTINED
 
     def watch(self, session: Session) -> None:

@@ -193,7 +193,7 @@ class ChecksumProcess:
         self._socket = ours
         self._inflight = 0
         self._pending.clear()
-        command = [sys.executable, "-m", "moonpool.node.checksums", str(theirs.fileno()), str(self.folder.pool)]
+        command = [sys.executable, "-m", "moonpool.node.checksum_process", str(theirs.fileno()), str(self.folder.pool)]
         self._process = subprocess.Popen(
             [*command, str(self.share)], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
