@@ -1,4 +1,7 @@
-"""A plain model of `moonpool.node.space.Space`: one list entry per granule, no cleverness, nothing fast."""
+"""A plain model of `moonpool.node.space.Space`: one list entry per granule, no cleverness, nothing fast.
+
+Its methods raise AssertionError where a space did what it must never do; `check` compares all that a space shows.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,29 @@ from moonpool.node.space import GRANULE_BYTES, HARD, Space
 
 
 class SpaceModel:
-    """Who owns each granule, what is pinned and protected, and the order of use."""
+    """Who owns or holds each granule, what is pinned and protected, and the order of use."""
 
-    def __init__(self, pool_granules: int, frontier: int) -> None:
-        self.granules = pool_granules
-        self.frontier = frontier
-        self.owner: list[int | None] = [None] * pool_granules
+    def __init__(self, frontier: int) -> None:
+        self.owner: list[int | None] = [None] * frontier
         self.order: list[int] = []
         self.pins: dict[int, int] = {}
         self.level: dict[int, int] = {}
+        # Eviction may move what it can't take behind its turn, so then the order is no longer compared.
+        self.passed_over = False
 
-    def own(self, slot: int, first: int, granules: int) -> None:
-        """Record an extent that the space handed out; it must have been free and below the frontier."""
-        assert first >= 0, "an extent before the pool"
-        assert first + granules <= self.frontier, "an extent beyond the frontier"
-        assert set(self.owner[first : first + granules]) == {None}, "an extent with another's bytes"
-        self.owner[first : first + granules] = [slot] * granules
+    def grow(self, frontier: int) -> None:
+        self.owner.extend([None] * (frontier - len(self.owner)))
+
+    def own(self, slot: int, offset: int, nbytes: int) -> None:
+        """Record an extent that the space handed out: it was free, and below the frontier."""
+        self._take(slot, offset, nbytes)
         self.order.append(slot)
+
+    def hold(self, slot: int, offset: int, nbytes: int) -> None:
+        """Record what a reservation under way has gathered so far; nothing if it has ended."""
+        self.owner = [None if owner == slot else owner for owner in self.owner]
+        if nbytes:
+            self._take(slot, offset, nbytes)
 
     def disown(self, slot: int) -> None:
         """Forget a slot's extent, as `free` and eviction do."""
@@ -30,63 +39,76 @@ class SpaceModel:
         self.order.remove(slot)
         self.level.pop(slot, None)
 
+    def evict(self, slot: int) -> None:
+        """The same, for eviction: the slot was evictable."""
+        assert slot in self.order, f"slot {slot} was evicted, and owns nothing"
+        assert self.evictable(slot, HARD), f"slot {slot} was evicted although it is pinned or protected"
+        self.disown(slot)
+
     def touch(self, slot: int) -> None:
-        """Make a slot the most recently used."""
         self.order.remove(slot)
         self.order.append(slot)
 
-    def evictable(self, slot: int, limit: int = HARD) -> bool:
+    def evictable(self, slot: int, limit: int) -> bool:
         """Whether eviction may take a slot, sparing those protected at `limit` or above."""
-        return self.pins.get(slot, 0) <= 0 and self.level.get(slot, 0) < limit
+        return slot in self.order and self.pins.get(slot, 0) <= 0 and self.level.get(slot, 0) < limit
 
     def longest_run(self, limit: int | None = None) -> int:
-        """The longest run of free granules, with evictable ones (below `limit`) if that is given."""
+        """The longest run of free granules, or of free and evictable ones (below `limit`) if that is given."""
+        usable = {None} | ({slot for slot in self.order if self.evictable(slot, limit)} if limit else set())
         longest = run = 0
-        for owner in self.owner[: self.frontier]:
-            usable = owner is None or (limit is not None and owner >= 0 and self.evictable(owner, limit))
-            run = run + 1 if usable else 0
+        for owner in self.owner:
+            run = run + 1 if owner in usable else 0
             longest = max(longest, run)
         return longest
 
-    def extents(self) -> dict[int, tuple[int, int]]:
-        """Each slot's first granule and length."""
-        found: dict[int, tuple[int, int]] = {}
-        for granule, owner in enumerate(self.owner):
-            if owner is not None:
-                first, length = found.get(owner, (granule, 0))
-                found[owner] = first, length + 1
-        return found
-
     def check(self, space: Space) -> None:
-        """Compare everything that a space shows with this model; AssertionError names what differs."""
-        extents = self.extents()
-        live = sum(length for slot, (_, length) in extents.items() if slot in self.order)
+        """Compare everything that a space shows with this model."""
         for slot in self.order:
-            first, length = extents[slot]
-            assert space.offset(slot) == first * GRANULE_BYTES, "offset"
-            assert space.size(slot) == length * GRANULE_BYTES, "size"
+            first, length = self.owner.index(slot), self.owner.count(slot)
+            assert space.offset(slot) == first * GRANULE_BYTES, f"the offset of slot {slot}"
+            assert space.size(slot) == length * GRANULE_BYTES, f"the size of slot {slot}"
+        free = self.owner.count(None)
+        live = sum(owner in self.order for owner in self.owner if owner is not None)
+        assert space.free_bytes == free * GRANULE_BYTES, "free bytes"
         assert space.live_bytes == live * GRANULE_BYTES, "live bytes"
-        assert space.live_bytes + space.held_bytes + space.free_bytes == self.frontier * GRANULE_BYTES, "sum of bytes"
-        assert sorted(space.oldest()) == sorted(self.order), "order of use"
+        assert space.held_bytes == (len(self.owner) - free - live) * GRANULE_BYTES, "held bytes"
+        assert space.largest_free() == self.longest_run() * GRANULE_BYTES, "the longest free run"
+        assert space.largest_available() == self.longest_run(HARD) * GRANULE_BYTES, "the longest available run"
+        oldest = list(space.oldest())
+        assert sorted(oldest) == sorted(self.order), "objects in the order of use"
+        assert self.passed_over or oldest == self.order, "the order of use"
+
+    def _take(self, slot: int, offset: int, nbytes: int) -> None:
+        assert offset >= 0, "an extent before the pool"
+        assert offset % GRANULE_BYTES == nbytes % GRANULE_BYTES == 0, "an extent in parts of granules"
+        first, last = offset // GRANULE_BYTES, (offset + nbytes) // GRANULE_BYTES
+        assert last <= len(self.owner), "an extent beyond the frontier"
+        assert set(self.owner[first:last]) == {None}, f"slot {slot} was given bytes of {set(self.owner[first:last])}"
+        self.owner[first:last] = [slot] * (last - first)
 
 
-def check_tags(space: Space) -> None:
-    """Walk a space's own map: extents tile the pool up to the frontier, and two free runs are never neighbours."""
+def check_map(space: Space) -> None:
+    """Walk a space's own map: extents tile the pool up to the frontier, no two free runs are neighbours, and the
+    free runs that can be found are those that there are."""
     extents = space._extents
-    granule, free_before, free, runs = 0, False, 0, 0
+    granule, free, before_is_free = 0, 0, False
+    runs: list[tuple[int, int]] = []
     while granule < extents.frontier:
         tag = extents.starts[granule]
-        assert tag != 0, f"nothing starts at granule {granule}"
+        assert tag, f"nothing starts at granule {granule}"
         is_free = tag < 0
-        assert not (is_free and free_before), f"two free runs meet at granule {granule}"
+        assert not (is_free and before_is_free), f"two free runs meet at granule {granule}"
         length = -tag if is_free else space.size(tag - 1) // GRANULE_BYTES
-        assert length > 0, f"an empty extent at granule {granule}"
-        assert not any(extents.starts[granule + 1 : granule + length]), f"a tag inside the extent at {granule}"
-        assert extents.ends[granule + length] == tag, f"ends disagree for the extent at granule {granule}"
-        free += length if is_free else 0
-        runs += is_free
+        assert length > 0, f"an extent without length at granule {granule}"
+        assert not any(extents.starts[granule + 1 : granule + length]), f"a start within the extent at {granule}"
+        assert not any(extents.ends[granule + 1 : granule + length]), f"an end within the extent at {granule}"
+        assert extents.ends[granule + length] == tag, f"start and end disagree for the extent at granule {granule}"
+        if is_free:
+            runs.append((granule, length))
+            free += length
         granule += length
-        free_before = is_free
+        before_is_free = is_free
     assert granule == extents.frontier, "the last extent crosses the frontier"
     assert free * GRANULE_BYTES == space.free_bytes, "free bytes"
-    assert len(extents.long_runs(1 << 30)) == runs, "free runs and their rings disagree"
+    assert sorted(extents.long_runs(len(runs) + 1)) == runs, "free runs and their rings disagree"
