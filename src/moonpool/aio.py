@@ -124,15 +124,15 @@ class _Context(Generic[C]):
     """An async context over a synchronous one; awaiting it instead gives the synchronous one itself."""
 
     def __init__(self, make: Callable[[], C]) -> None:
-        self._make = make
+        self._make: Callable[[], C] = make
         self._made: C | None = None
 
     def __await__(self) -> Any:
         return _in_thread(self._make).__await__()
 
     async def __aenter__(self) -> C:
-        self._made = await _in_thread(self._make)
-        return self._made
+        self._made = made = await _in_thread(self._make)
+        return made
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -33,7 +33,7 @@ _SPACE_MASK = 0xFFFF_FFFF
 _SIZE, _WORD, _CREATED, _TOUCHED = (int(f) for f in (Field.SIZE, Field.WORD_AND_SPACE, Field.CREATED, Field.TOUCHED))
 _EXPIRY, _CHECKSUM, _FLAGS, _EPOCH = (int(f) for f in (Field.EXPIRY, Field.CHECKSUM, Field.FLAGS, Field.EPOCH))
 _RESERVED, _COMMITTED, _DOOMED = int(State.RESERVED), int(State.COMMITTED), int(State.DOOMED)
-_SUMMED, _PROTECTED = int(Flag.CHECKSUM), int(Flag.SOFT | Flag.HARD)
+_SUMMED, _PROTECTED = Flag.CHECKSUM, Flag.SOFT | Flag.HARD
 
 
 class Catalogue:
@@ -235,7 +235,7 @@ class Catalogue:
             now=now,
             expiry=expiry,
             checksum=0,
-            flags=int(Flag.HARD) if pin == 2 else int(Flag.SOFT) if pin == 1 else 0,
+            flags=Flag.HARD if pin == 2 else Flag.SOFT if pin == 1 else 0,
             pin_expiry=pin_expiry,
             epoch_and_priority=self.spaces.epoch << 8 | priority,
             key=key,
@@ -342,7 +342,7 @@ class Catalogue:
         base = slot * RECORD_WORDS
         flags = self.words[base + _FLAGS]
         self.protected_bytes += self.words[base + _SIZE] * (bool(level) - bool(flags & _PROTECTED))
-        wanted = int(Flag.HARD) if level == 2 else int(Flag.SOFT) if level == 1 else 0
+        wanted = Flag.HARD if level == 2 else Flag.SOFT if level == 1 else 0
         self.words[base + _FLAGS] = flags & ~_PROTECTED | wanted
         self.floats[base + Field.PIN_EXPIRY] = pin_expiry
         self.space.protect(slot, level)

@@ -223,7 +223,7 @@ class Dispatcher:
         return m.SpaceList(request.id, self._catalogue.spaces.infos())
 
     def _set_mode(self, session: Session, request: m.SetMode) -> m.Message:
-        self.node.set_mode(request.mode & int(Mode.ON))
+        self.node.set_mode(request.mode & Mode.ON)
         return m.Count(request.id, self.node.mode)
 
     def _statistics(self, session: Session, request: m.Statistics) -> m.Message:

@@ -79,7 +79,7 @@ class Sweeper:
         over = committed & (rows["expiry"] > 0) & (rows["expiry"] <= now)
         for slot in (np.flatnonzero(over)[:SLICE_DROPS] + start).tolist():
             catalogue.drop(slot, "expired")
-        soft = committed & ((rows["flags"] & int(Flag.SOFT)) != 0) & (rows["pin_expiry"] <= now)
+        soft = committed & ((rows["flags"] & Flag.SOFT) != 0) & (rows["pin_expiry"] <= now)
         for slot in (np.flatnonzero(soft & ~over)[:SLICE_DROPS] + start).tolist():
             catalogue.protect(slot, 0, 0.0)
 

@@ -93,9 +93,9 @@ def _publish(catalogue: Catalogue, slots: npt.NDArray[np.int64], rows: Rows) -> 
         space.objects, space.live_bytes = objects, int(live_bytes)
     catalogue.live = len(slots)
     catalogue.has_expiry = bool((rows["expiry"] > 0).any())
-    pinned = np.flatnonzero(rows["flags"] & int(Flag.SOFT | Flag.HARD))
+    pinned = np.flatnonzero(rows["flags"] & (Flag.SOFT | Flag.HARD))
     for slot in slots[pinned].tolist():
         catalogue.space.protect(slot, catalogue.protection(slot))
     catalogue.protected_bytes = int(rows["size"][pinned].sum())
-    unsummed = slots[(rows["flags"] & int(Flag.CHECKSUM)) == 0]
+    unsummed = slots[(rows["flags"] & Flag.CHECKSUM) == 0]
     catalogue.unsummed.extend(unsummed[:UNSUMMED_MAX].tolist())

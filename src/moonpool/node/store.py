@@ -69,22 +69,25 @@ class Store:
         if len(sizes) != len(keys) or (request.metadata and len(request.metadata) != len(keys)):
             return m.Reserved(request.id, [int(Status.INVALID)] * len(keys), ids, offsets, {0: "one size a key"})
         duplicates = _duplicates(keys)
+        plain = not duplicates and not request.metadata and request.options == m.DEFAULT_OPTIONS
+        prints: list[int] = fingerprints(keys).tolist() if plain else []
+        now = self.catalogue.wall()
+        words, id_of, add = self.words, self.catalogue.id_of, session.reservations.add
         for i, key in enumerate(keys):
-            metadata = request.metadata[i] if request.metadata else b""
-            problem = self._refusal(key, sizes[i], metadata, request.options)
-            if problem is None and i in duplicates:
-                problem = Status.DUPLICATE, "the key stands earlier in the batch"
-            if problem is None:
-                slot = yield from self._reserve_one(session, key, sizes[i], metadata, request.options)
-                if isinstance(slot, int):
-                    ids[i] = self.catalogue.id_of(slot)
-                    offsets[i] = self.words[slot * RECORD_WORDS + Field.OFFSET]
-                    session.reservations.add(slot)
-                    continue
-                problem = slot
-            statuses[i] = int(problem[0])
-            if problem[1]:
-                details[i] = problem[1]
+            slot: int | tuple[Status, str] = -1
+            if plain:
+                slot = self._reserve_now(session, key, prints[i], sizes[i], now)
+            if slot == -1:
+                metadata = request.metadata[i] if request.metadata else b""
+                slot = yield from self._reserve_one(session, key, sizes[i], metadata, request.options, i in duplicates)
+            if isinstance(slot, int):
+                ids[i] = id_of(slot)
+                offsets[i] = words[slot * RECORD_WORDS + 1]
+                add(slot)
+                continue
+            statuses[i] = int(slot[0])
+            if slot[1]:
+                details[i] = slot[1]
         return m.Reserved(request.id, statuses, ids, offsets, details)
 
     def put_inline(self, session: Session, request: m.PutInline) -> Steps[m.StatusReply]:
@@ -98,49 +101,33 @@ class Store:
         ):
             return m.StatusReply(request.id, [int(Status.INVALID)] * count, {0: "one value a key"})
         duplicates = _duplicates(keys)
-        catalogue, pool = self.catalogue, self.pool
+        catalogue, pool, words = self.catalogue, self.pool, self.words
         plain = not duplicates and not request.metadata and options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
         now = catalogue.wall()
         written: list[int] = []
-        find, allocate, number_of = catalogue.find, self.space.allocate, catalogue.spaces.number_of
         for i, key in enumerate(keys):
             value = values[i]
             size = len(value)
-            if plain and 0 < size <= INLINE_VALUE_BYTES_MAX and 0 < len(key) <= KEY_BYTES_MAX and find(key) < 0:
-                # The common case, without the generality below: a new key for which there is free space.
-                slot = catalogue.take_slot()
-                if slot >= 0:
-                    offset = allocate(slot, size)
-                    if offset >= 0:
-                        pool[offset : offset + size] = value
-                        catalogue.claim(key, slot)
-                        catalogue.begin(slot, key, prints[i], number_of(key), offset, size, session.number, now)
-                        catalogue.commit(slot, request.checksums[i] if request.checksums else 0)
-                        catalogue.counters.reserved_bytes += size
-                        written.append(slot)
-                        continue
-                    catalogue.give_slot(slot)
-            metadata = request.metadata[i] if request.metadata else b""
-            problem = self._refusal(key, size, metadata, options)
-            if problem is None and size > INLINE_VALUE_BYTES_MAX:
-                problem = Status.TOO_LARGE, f"{size} bytes exceed the {INLINE_VALUE_BYTES_MAX} that go with a message"
-            if problem is None and i in duplicates:
-                problem = Status.DUPLICATE, "the key stands earlier in the batch"
-            if problem is None:
-                found = yield from self._reserve_one(session, key, size, metadata, options)
-                if isinstance(found, int):
-                    offset = self.words[found * RECORD_WORDS + Field.OFFSET]
-                    pool[offset : offset + size] = value
-                    if catalogue.commit(found, request.checksums[i] if request.checksums else 0):
-                        written.append(found)
-                    else:
-                        statuses[i] = _STALE
-                    continue
-                problem = found
-            statuses[i] = int(problem[0])
-            if problem[1]:
-                details[i] = problem[1]
+            slot: int | tuple[Status, str] = -1
+            if size > INLINE_VALUE_BYTES_MAX:
+                slot = Status.TOO_LARGE, f"{size} bytes exceed the {INLINE_VALUE_BYTES_MAX} that go with a message"
+            elif plain:
+                slot = self._reserve_now(session, key, prints[i], size, now)
+            if slot == -1:
+                metadata = request.metadata[i] if request.metadata else b""
+                slot = yield from self._reserve_one(session, key, size, metadata, options, i in duplicates)
+            if isinstance(slot, int):
+                offset = words[slot * RECORD_WORDS + 1]
+                pool[offset : offset + size] = value
+                if catalogue.commit(slot, request.checksums[i] if request.checksums else 0):
+                    written.append(slot)
+                else:
+                    statuses[i] = _STALE
+                continue
+            statuses[i] = int(slot[0])
+            if slot[1]:
+                details[i] = slot[1]
         self.touch_chain(written)
         return m.StatusReply(request.id, statuses, details)
 
@@ -287,6 +274,24 @@ class Store:
             touch(slot)
             floats[slot * RECORD_WORDS + 6] = now
 
+    def _reserve_now(self, session: Session, key: bytes, print_: int, size: int, now: float) -> int:
+        """The common case of `_reserve_one` without its generality: a new key for which there is free space. -1 where
+        it takes more than that (then nothing has changed)."""
+        catalogue = self.catalogue
+        if not (0 < size <= self.pool_bytes and 0 < len(key) <= KEY_BYTES_MAX) or catalogue.find(key) >= 0:
+            return -1
+        slot = catalogue.take_slot()
+        if slot < 0:
+            return -1
+        offset = self.space.allocate(slot, size)
+        if offset < 0:
+            catalogue.give_slot(slot)
+            return -1
+        catalogue.claim(key, slot)
+        catalogue.begin(slot, key, print_, catalogue.spaces.number_of(key), offset, size, session.number, now)
+        catalogue.counters.reserved_bytes += size
+        return slot
+
     def _refusal(self, key: bytes, size: int, metadata: bytes, options: m.Options) -> tuple[Status, str] | None:
         """Why a key can't be reserved whatever the state of the pool."""
         if not key:
@@ -308,10 +313,15 @@ class Store:
         return f"pins may take {self.pin_bytes_max} bytes (pin_share), {used} are taken; unpin some first"
 
     def _reserve_one(
-        self, session: Session, key: bytes, size: int, metadata: bytes, options: m.Options
+        self, session: Session, key: bytes, size: int, metadata: bytes, options: m.Options, duplicate: bool
     ) -> Steps[int | tuple[Status, str]]:
         """A slot in state RESERVED, pinned for its writer, or why not."""
         catalogue = self.catalogue
+        problem = self._refusal(key, size, metadata, options)
+        if problem is not None:
+            return problem
+        if duplicate:
+            return Status.DUPLICATE, "the key stands earlier in the batch"
         wait_s = self.reserve_wait_s if options.wait_s < 0 else min(options.wait_s, self.reserve_wait_max_s)
         deadline = self.clock() + wait_s
         while (slot := catalogue.find(key)) >= 0:
