@@ -170,21 +170,34 @@ def test_protection_ends_with_the_extent() -> None:
     assert make_room(space, 1, 4) == (0, [0])
 
 
-def test_a_run_between_pins_is_found_wherever_it_is() -> None:
-    """A million pins around one gap of three granules, far from the coldest objects and the free runs."""
-    granules = 1_000_000
-    space = Space(granules * G, granules)
-    space.grow(granules * G)
-    slots = np.arange(granules)
-    assert space.place_many(slots, slots * G, np.full(granules, G), slots * 1e-6).all()
+@pytest.mark.parametrize("pinned", [2_000, 100_000])
+def test_a_run_between_pins_is_found_wherever_it_is(pinned: int) -> None:
+    """Far from the coldest objects, each alone among pinned ones, and from the longest free runs; few pins are
+    sorted to find it, many are walked over."""
+    space = Space(pinned * G, pinned + 1)
+    space.grow(pinned * G)
+    slots = np.arange(pinned)
+    assert space.place_many(slots, slots * G, np.full(pinned, G), slots * 1e-6).all()
     pins = np.asarray(space.pins)
-    pins[:] = 1
-    pins[700_001:700_004] = 0
-    evicted = Evicted()
-    space.free(granules - 1)
-    assert finish(space.make_room(granules - 1, 4 * G, evicted)) == -1
-    assert finish(space.make_room(granules - 1, 3 * G, evicted)) == 700_001 * G
-    assert evicted == [700_001, 700_002, 700_003]
+    pins[:pinned] = 1
+    pins[0:900:100] = 0
+    gap = pinned - 500
+    pins[gap : gap + 3] = 0
+    assert make_room(space, pinned, 4) == (-1, [])
+    assert make_room(space, pinned, 3) == (gap, [gap, gap + 1, gap + 2])
+
+
+def test_no_pin_hides_among_the_many_small_objects_of_a_window() -> None:
+    space = space_of(3000, slots=3001)
+    slots = np.arange(3000)
+    assert space.place_many(slots, slots * G, np.full(3000, G), slots * 1e-9).all()
+    for slot in range(77, 2500, 150):
+        space.pins[slot] = 1
+    for slot in range(2500, 3000):
+        space.touch(slot)
+    first, evicted = make_room(space, 3000, 300)
+    assert first >= 2428
+    assert evicted == list(range(first, first + 300))
 
 
 def test_what_was_cleared_is_held_until_the_reservation_ends() -> None:
@@ -246,6 +259,25 @@ def test_small_objects_displace_cold_large_ones_by_rare_overshooting() -> None:
             large.difference_update(evicted)
     assert 1 <= 64 - len(large) <= 10
     assert 0 < np.mean(np.array(ratios) > 2) <= 0.01
+
+
+def test_a_cold_large_object_is_spared_while_small_hot_ones_suffice() -> None:
+    space = filled([512, 1, 1, 1, 1, 4])
+    space.pins[5] = 1
+    for _ in range(10_000):
+        space.touch(4)
+    for slot in (1, 2, 3):
+        space.touch(slot)
+    assert make_room(space, 9, 2) == (512, [1, 2])
+
+
+@pytest.mark.parametrize("length", [8, 800])
+@pytest.mark.parametrize("free", [0, 2])
+def test_what_remains_of_a_window_joins_a_free_neighbour(length: int, free: int) -> None:
+    space = filled([length // 2, length, length // 2])
+    space.free(free)
+    assert make_room(space, 9, length - 2)[1] == [1]
+    assert space.largest_free() == (length // 2 + 2) * G
 
 
 def test_a_policy_can_be_put_in_the_place_of_recency() -> None:
