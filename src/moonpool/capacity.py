@@ -89,18 +89,17 @@ def default_pool_bytes(folder: Path, machine: Machine = HOST) -> PoolSize:
 def check_fits(pool_bytes: int, folder: Path, machine: Machine = HOST) -> None:
     """Refuse a pool that this machine has no room for. Allocates and changes nothing.
 
-    Of a pool of just this size that lies in `folder` already only what it hasn't got yet is needed. Raises
+    What a pool that lies in `folder` already has been given counts as free: it is taken over, or replaced. Raises
     `ConfigError` with the figure that is free and what bounds it.
     """
-    older_bytes, owned_bytes = existing_pool(folder)
+    _, owned_bytes = existing_pool(folder)
     free, bound_by = _tightest(folder, machine)
-    if pool_bytes - (owned_bytes if older_bytes == pool_bytes else 0) <= free:
-        return
-    hint = f"; the older pool in {folder} holds {_text(owned_bytes)}: remove it first" if owned_bytes else ""
-    raise ConfigError(
-        f"option 'pool': {_text(pool_bytes)} doesn't fit, {bound_by} leaves {_text(free)} free; give a smaller --pool "
-        f"or leave it out for {_text(int(free * DEFAULT_SHARE))}{hint}"
-    )
+    free += owned_bytes
+    if pool_bytes > free:
+        raise ConfigError(
+            f"option 'pool': {_text(pool_bytes)} doesn't fit, {bound_by} leaves {_text(free)} free; give a smaller "
+            f"--pool or leave it out for {_text(int(free * DEFAULT_SHARE))}"
+        )
 
 
 def existing_pool(folder: Path) -> tuple[int, int]:

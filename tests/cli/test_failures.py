@@ -53,10 +53,10 @@ def test_an_unknown_variable_stops_serve() -> None:
     assert_one_line(run("serve", env={"MOONPOOL_POOLS": "1GiB"}), 1, "'MOONPOOL_POOLS'", "did you mean 'MOONPOOL_POOL'")
 
 
-def test_a_pool_that_does_not_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_pool_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     assert_one_line(run("serve", "--pool", "4000TiB", "--dir", str(folder)), 1, "doesn't fit", "free")
-    assert not folder.exists()
+    assert not (folder / "pool").exists()
 
 
 def test_serve_takes_its_folder_from_a_url_but_not_two_folders() -> None:

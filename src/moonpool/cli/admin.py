@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moonpool.cli.base import Json, Url, Yes, connect, console, print_json, progress, seconds_from
+from moonpool.cli.base import Json, Url, Yes, confirm, connect, console, print_json, progress, seconds_from
 from moonpool.cli.figures import lines
 from moonpool.options import MODES
 from moonpool.sizes import format_bytes
@@ -127,7 +127,7 @@ def purge(
     age_s = None if older_than is None else seconds_from(older_than, "--older-than")
     with connect(url) as client:
         if not yes:
-            typer.confirm(f"Purge {named}?", abort=True, err=True)
+            confirm(f"Purge {named}?")
         with progress("purging", None):
             count = client.purge(space=digest, model=model, tenant=tenant, older_than_s=age_s)
     print(f"purged {count:,} objects")

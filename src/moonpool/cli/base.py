@@ -22,7 +22,7 @@ from moonpool.sizes import parse_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moonpool.client import Client
+    from moonpool.client.client import Client
 
 Url = Annotated[
     str | None,
@@ -114,6 +114,15 @@ def fail(text: str, code: int) -> NoReturn:
     if text:
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error and read the answer; raises typer.Abort unless it is yes."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        if not sys.stdin.isatty():
+            print(file=sys.stderr)
+        raise typer.Abort
 
 
 def connect(url: str | None, *, read_only: bool = False) -> Client:

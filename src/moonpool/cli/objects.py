@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -15,6 +14,7 @@ from moonpool.cli.base import (
     Json,
     Url,
     Yes,
+    confirm,
     connect,
     console,
     key_from,
@@ -26,8 +26,8 @@ from moonpool.cli.base import (
 from moonpool.cli.entries import as_json, listed, missing, pin_text, rows, time_text
 
 if TYPE_CHECKING:
-    from moonpool.client import Client
-    from moonpool.status import Statuses
+    from moonpool.client.client import Client
+    from moonpool.status import Status, Statuses
 
 CHUNK_BYTES = 16 << 20  # between two steps of a progress bar: a few ms each
 _INLINE_BYTES = 64 << 10
@@ -66,12 +66,12 @@ def put(
     if file == "-":
         value = sys.stdin.buffer.read()
         with connect(url) as client:
-            _stored(key, [client.put(key, value, **options)])
+            _stored(key, client.put(key, value, **options))
         return
     with open(file, "rb") as source, connect(url) as client:
         size = os.fstat(source.fileno()).st_size
         if size <= _INLINE_BYTES:
-            _stored(key, [client.put(key, source.read(), **options)])
+            _stored(key, client.put(key, source.read(), **options))
         else:
             _put_large(client, key, source, size, options)
 
@@ -100,7 +100,7 @@ def get(
             return
         if sys.stdout.isatty() and not bytes(array[:4096]).decode("utf-8", "replace").isprintable():
             raise CommandFailed(f"{key_text(key)!r} isn't text: name a file with -o, or pipe it")
-        sys.stdout.buffer.write(array)
+        sys.stdout.buffer.write(array.data)
         sys.stdout.buffer.flush()
 
 
@@ -174,9 +174,8 @@ def stat(keys: Keys, url: Url = None, json: Json = False) -> None:
 
 def ls(
     prefix: Annotated[
-        bytes,
-        typer.Argument(metavar="PREFIX", parser=key_from, show_default=False, help="Only keys that start so."),
-    ] = b"",
+        str, typer.Argument(metavar="PREFIX", show_default=False, help="Only keys that start so; text, or hex: …")
+    ] = "",
     url: Url = None,
     long: Annotated[bool, typer.Option("--long", "-l", help="With size, last use and pins.")] = False,
     json: Json = False,
@@ -190,8 +189,9 @@ def ls(
       moonpool ls prompt- --long
       moonpool ls hex:00ff --json | jq .size
     """
+    start = key_from(prefix)
     with connect(url, read_only=True) as client:
-        for entry in client.list(prefix):
+        for entry in client.list(start):
             if json:
                 print_json(as_json(entry), indent=False)
             elif long:
@@ -211,7 +211,7 @@ def clear(url: Url = None, yes: Yes = False) -> None:
     """
     with connect(url) as client:
         if not yes:
-            typer.confirm("Remove every object of this node?", abort=True, err=True)
+            confirm("Remove every object of this node?")
         with progress("clearing", None):
             count = client.clear()
     print(f"removed {count:,} objects")
@@ -228,7 +228,7 @@ def _put_large(client: Client, key: bytes, source: BinaryIO, size: int, options:
     with client.reserve_many([key], [size], **options) as reservations:
         place = reservations[0]
         if place.buffer is not None:
-            target, done = memoryview(place.buffer), 0
+            target, done = place.buffer.data, 0
             with progress(f"storing {key_text(key)}", size) as advance:
                 while done < size:
                     count = source.readinto(target[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
@@ -236,15 +236,14 @@ def _put_large(client: Client, key: bytes, source: BinaryIO, size: int, options:
                         raise CommandFailed(f"{source.name} became shorter while it was read; nothing was stored")
                     done += count
                     advance(count)
-    _stored(key, [place.status])
+    _stored(key, place.status, place.detail)
 
 
-def _stored(key: bytes, statuses: Iterable[Any]) -> None:
-    for status in statuses:
-        if not status.stored:
-            raise CommandFailed(f"{key_text(key)!r} was not stored: {_why(status, None)}")
-        if status.name == "EXISTS":
-            print(f"{key_text(key)!r} is stored already; it was left as it is", file=sys.stderr)
+def _stored(key: bytes, status: Status, detail: str = "") -> None:
+    if not status.stored:
+        raise CommandFailed(f"{key_text(key)!r} was not stored: {_why(status, detail)}")
+    if status.name == "EXISTS":
+        print(f"{key_text(key)!r} is stored already; it was left as it is", file=sys.stderr)
 
 
 def _not_read(key: bytes, statuses: Statuses) -> str:
@@ -268,5 +267,5 @@ def _write_whole(path: Path, array: Any) -> None:
         raise
 
 
-def _why(status: Any, detail: str | None) -> str:
+def _why(status: Status, detail: str | None) -> str:
     return f"{status.name.lower().replace('_', ' ')}{f' ({detail})' if detail else ''}"

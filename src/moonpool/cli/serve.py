@@ -73,11 +73,10 @@ def serve(
 
     settings = load_config(given, os.environ, config)
     set_up_logging(settings.log_level)
-    print(opening_line(settings), file=sys.stderr)
     from moonpool.node.daemon import run
 
     with ExitStack() as stack:
-        run(settings, on_progress=_Preparing(stack).report)
+        run(settings, on_progress=_Preparing(settings, stack).report)
 
 
 def register(app: typer.Typer) -> None:
@@ -85,13 +84,14 @@ def register(app: typer.Typer) -> None:
     app.command()(serve)
 
 
-def opening_line(config: NodeConfig) -> str:
-    """What is about to be served, and what bound the pool's size where it was computed."""
+def opening_line(config: NodeConfig, recovered: int) -> str:
+    """What is served, and what bound the pool's size where it was computed."""
     pool = format_bytes(config.pool_bytes, binary=True)
     origin = config.origins.get("pool", "")
     why = f" ({origin})" if origin.startswith("default") else ""
     metrics = f", metrics at http://{config.metrics}/metrics" if config.metrics else ""
-    return f"moonpool: node {config.name} in {config.dir}, pool {pool}{why}, {config.slots:,} slots{metrics}"
+    found = f", {recovered:,} objects found" if recovered else ""
+    return f"moonpool: node {config.name} serves {config.dir}, pool {pool}{why}, {config.slots:,} slots{metrics}{found}"
 
 
 def _folder_of(url: str, folder: str | None) -> str:
@@ -106,12 +106,12 @@ def _folder_of(url: str, folder: str | None) -> str:
 
 
 class _Preparing:
-    """Shows how far the node's work on its memory is, one bar a stage, until `stack` or the work ends."""
+    """Says that the node serves, then how far the work on its memory is, one bar a stage, until `stack` or it ends."""
 
     LABELS: ClassVar = {"reserve": "reserving the pool's memory", "touch": "touching the pool's memory"}
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+    def __init__(self, config: NodeConfig, stack: ExitStack) -> None:
+        self._config, self._stack = config, stack
         self._stage = ""
         self._shown_bytes = 0
         self._advance: Callable[[int], None] = lambda count: None
@@ -121,6 +121,8 @@ class _Preparing:
         if at.stage != self._stage:
             self._stack.close()
             self._stage, self._shown_bytes = at.stage, 0
+            if at.stage == "serving":
+                print(opening_line(self._config, at.recovered), file=sys.stderr)
             label = self.LABELS.get(at.stage)
             if label is None:
                 self._advance = lambda count: None
