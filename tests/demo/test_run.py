@@ -6,15 +6,24 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
 
+import moonpool
 from moonpool.demo.compare import Verdict
+from moonpool.demo.node import temporary_node
 from moonpool.demo.run import IN_PROCESS, MOONPOOL, RECOMPUTE, DemoFailed, Result
 from moonpool.demo.settings import Settings, Stages
 from moonpool.demo.tamper import CONTROLS
 
+needs_torch = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torch", "transformers")),
+    reason="torch or transformers isn't installed",
+)
 SAME = Verdict(tokens_differing=0, tokens_compared=10, ties=0, logits_off=0.1, kv_off=0.1)
 WRONG = replace(SAME, logits_off=20.0)
 
@@ -72,28 +81,48 @@ def test_an_unknown_dtype_is_refused_in_one_line() -> None:
     assert done.stderr == "error: option 'dtype': 'int8' is not one of float32, bfloat16\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_demo_runs_from_end_to_end(dtype: str) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    done = demo("--quick", "--json", "--dtype", dtype)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found["verdicts"][MOONPOOL[1]]["same"]
-    assert found["verdicts"][MOONPOOL[1]]["tokens_compared"] == 36
-    assert found["stages"][MOONPOOL[0]]["stored"] > 0
-    assert found["stages"][MOONPOOL[1]]["loaded"] == found["stages"][MOONPOOL[1]]["loadable"]
-    assert not any(found["verdicts"][name]["same"] for name in CONTROLS)
-
-
-@pytest.mark.slow
-def test_the_demo_says_in_one_line_that_there_is_no_node(tmp_path: Any) -> None:
-    pytest.importorskip("torch")
-    done = demo("--quick", "--url", f"unix:{tmp_path / 'nowhere'}")
-    assert done.returncode == 1
-    assert done.stdout == ""
+def test_there_being_no_node_is_said_in_one_line(tmp_path: Path) -> None:
+    done = demo("--url", f"unix:{tmp_path / 'nowhere'}")
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert "nowhere" in done.stderr
+
+
+def test_a_store_inside_one_process_is_refused() -> None:
+    done = demo("--url", "embedded:64MiB")
+    assert done.returncode == 1
+    assert "the demo's processes share a node" in done.stderr
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["verdicts"][MOONPOOL[1]]["same"]
+    assert found["verdicts"][MOONPOOL[1]]["tokens_compared"] == 36
+    assert found["stages"][MOONPOOL[0]]["stored"] > 0
+    assert found["stages"][MOONPOOL[1]]["loaded"] == found["stages"][MOONPOOL[1]]["loadable"] > 0
+    assert not any(found["verdicts"][name]["same"] for name in CONTROLS)
+
+
+@needs_torch
+@pytest.mark.slow
+def test_the_demo_runs_from_end_to_end_and_leaves_nothing_behind() -> None:
+    before = left_behind()
+    done = demo("--quick", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    check(json.loads(done.stdout))
+    assert left_behind() <= before
+
+
+@needs_torch
+@pytest.mark.slow
+def test_in_bfloat16_on_a_node_that_ran_before_it_gives_back_its_room() -> None:
+    with temporary_node(128 << 20) as url, moonpool.connect(url) as client:
+        client.put("mine", b"stays")
+        done = demo("--quick", "--json", "--dtype", "bfloat16", "--url", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        check(json.loads(done.stdout))
+        assert [stat.key for stat in client.list()] == [b"mine"]
+
+
+def left_behind() -> set[Path]:
+    return {path for folder in ("/dev/shm", gettempdir()) for path in Path(folder).glob("moonpool-demo-*")}

@@ -54,7 +54,7 @@ def test_two_blocks_swapped() -> None:
 
 
 def test_values_swapped_leaves_the_keys() -> None:
-    mine, _, given = through("two blocks' values swapped")
+    mine, _, given = through("values of two blocks swapped")
     assert np.array_equal(given[:, :, 0], mine[:, :, 0])
     assert np.array_equal(given[[0, 1, 2, 3, 5, 4], :, 1], mine[:, :, 1])
 

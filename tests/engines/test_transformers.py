@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import moonpool
+from moonpool.demo.node import temporary_node
 from moonpool.errors import InvalidRequest, NodeUnavailable
 from moonpool.status import Status
 
@@ -177,7 +179,8 @@ def test_an_object_evicted_between_look_up_and_view_only_shortens_the_prefix(
         client.remove_many([keys[3]])
         return int(length)
 
-    cache.client = Store(client, prefix_length=look_up_then_lose)
+    losing: Any = Store(client, prefix_length=look_up_then_lose)
+    cache.client = losing
     assert through(cache, prompt) == plain(model, prompt)
     assert cache.last is not None
     assert cache.last.loaded == 3 * BLOCK
@@ -447,3 +450,37 @@ def test_layout_takes_row_strides_and_offsets_as_they_come() -> None:
     for (mine_k, mine_v), (k, v) in zip(layout.read(arrays, torch.device("cpu")), layers, strict=True):
         assert torch.equal(mine_k, k[:, :, :8])
         assert torch.equal(mine_v, v[:, :, :8])
+
+
+def test_switched_off_by_the_operator_everything_is_computed(model: Any, client: Any, prompt: list[int]) -> None:
+    cache = wrap(model, client)
+    cache.prefill(prompt)
+    client.set_mode("off")
+    assert through(cache, prompt) == plain(model, prompt)
+    assert cache.last is not None
+    assert (cache.last.loaded, cache.last.stored) == (0, 0)
+    client.set_mode("on")
+    assert through(cache, prompt) == plain(model, prompt)
+    assert cache.last.loaded == 96
+
+
+@pytest.mark.slow
+def test_generation_survives_the_node_and_finds_the_next_one(model: Any, prompt: list[int]) -> None:
+    """A real daemon, stopped under a client that goes on; the pool is gone with it."""
+    expected = plain(model, prompt)
+    with temporary_node(64 << 20) as url:
+        client = moonpool.connect(url)
+        cache = wrap(model, client)
+        for loaded in (0, 96):
+            assert through(cache, prompt) == expected
+            assert cache.last is not None
+            assert cache.last.loaded == loaded
+
+    assert through(cache, prompt) == expected
+    assert cache.last is not None
+    assert cache.last.loaded == 0
+    assert cache.last.trouble
+    assert cache.failures == 1
+    client.close()
+    # Closed by its owner or lost with its node, a client is a miss all the same.
+    assert through(cache, prompt) == expected

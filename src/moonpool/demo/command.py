@@ -41,7 +41,7 @@ def demo(
     the logits are equal within the dtype's tolerance; and unless wrong blocks,
     tried on purpose, show.
 
-    Takes about a minute, 2 GB of memory and nothing from the network.
+    Takes about a minute, 1 GB of memory and nothing from the network.
 
     Examples:
       moonpool demo

@@ -6,40 +6,39 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.demo.run import IN_PROCESS, MOONPOOL, RECOMPUTE, Result
-from moonpool.demo.settings import Stages
 from moonpool.demo.tamper import CONTROLS
-from moonpool.sizes import format_bytes
 
 _ROWS = (
     ("recompute (no store)", RECOMPUTE),
     ("in-process DRAM (embedded:)", IN_PROCESS),
-    ("Moonpool (node, fresh process each run)", MOONPOOL),
+    ("Moonpool (a fresh process a run)", MOONPOOL),
 )
 
 
 def show(result: Result, console: Console) -> None:
     """Print `result` to `console`."""
     settings = result.settings
-    shape = (
-        f"{result.prompts} prompts of {result.prompt_tokens // result.prompts:,} tokens on average, a Llama of "
-        f"{settings.layers} layers in {settings.dtype} on the CPU, {settings.tokens_per_object} tokens an object"
+    console.print(
+        f"{result.prompts} prompts of {result.prompt_tokens // result.prompts:,} tokens on average, "
+        f"{settings.tokens_per_object} tokens an object;\n"
+        f"a Llama of {settings.layers} layers of {settings.hidden} in {settings.dtype}, on the CPU\n"
     )
-    console.print(f"{shape}\n")
     console.print(_times(result))
-    console.print("The first run stores, and already shares prefixes among the prompts; the second loads.\n")
+    console.print("The first run stores, and shares prefixes among the prompts; the second loads.\n")
     console.print(_stages(result))
     console.print()
     console.print(_controls(result))
     console.print(
-        "Off: as a multiple of the tolerance. Two whole blocks swapped change no output of that prompt (cached keys\n"
-        "carry their positions, and attention sums over a set); the KV cache itself shows them.\n"
+        "Logits and KV cache: how far off, in tolerances. Two whole blocks swapped change\n"
+        "no output of that prompt (cached keys carry their positions, and attention sums\n"
+        "over a set); the KV cache itself shows them.\n"
     )
     verdict = result.verdicts[MOONPOOL[1]]
     ties = f"; {verdict.ties} prompts part at a tie" if verdict.ties else ""
     if verdict.same:
         console.print(
-            f"the same: all {verdict.tokens_compared} generated tokens; logits and KV cache within "
-            f"{result.tolerance:g} of the largest ({settings.dtype}){ties}"
+            f"The same: all {verdict.tokens_compared} generated tokens{ties};\n"
+            f"logits and KV cache within {result.tolerance:g} of the largest, the tolerance for {settings.dtype}."
         )
 
 
@@ -58,9 +57,9 @@ def _times(result: Result) -> Table:
 
 
 def _stages(result: Result) -> Table:
-    table = Table(title="Where the time went, ms", title_justify="left")
+    table = Table(title="Where the time went: ms, and GB/s into the store and out", title_justify="left")
     table.add_column("")
-    for name in ("query", "load", "compute", "store", "tokens loaded", "moved"):
+    for name in ("query", "load", "compute", "store", "tokens loaded", "in", "out"):
         table.add_column(name, justify="right")
     for _, runs in _ROWS[1:]:
         for name in runs:
@@ -69,26 +68,20 @@ def _stages(result: Result) -> Table:
             table.add_row(
                 name,
                 *(f"{value * 1e3:.1f}" for value in seconds),
-                f"{stages.loaded:,} of {stages.tokens:,}",
-                _moved(stages),
+                f"{stages.loaded:,}/{stages.tokens:,}",
+                _speed(stages.bytes_stored, stages.store_s),
+                _speed(stages.bytes_loaded, stages.load_s),
             )
     return table
 
 
-def _moved(stages: Stages) -> str:
-    parts = []
-    for verb, count, seconds in (
-        ("in", stages.bytes_stored, stages.store_s),
-        ("out", stages.bytes_loaded, stages.load_s),
-    ):
-        if count:
-            parts.append(f"{format_bytes(count)} {verb} at {count / seconds / 1e9:.1f} GB/s")
-    return ", ".join(parts)
+def _speed(count: int, seconds: float) -> str:
+    return f"{count / seconds / 1e9:.1f}" if count else ""
 
 
 def _controls(result: Result) -> Table:
     table = Table(title="Negative controls: a wrong block has to show", title_justify="left")
-    for name in ("", "tokens differing", "logits off", "KV cache off", ""):
+    for name in ("", "tokens off", "logits", "KV cache", ""):
         table.add_column(name, justify="right" if name else "left")
     for name in (MOONPOOL[1], *CONTROLS):
         verdict = result.verdicts[name]

@@ -45,7 +45,7 @@ def _other_prompt(blocks: Blocks, other: Blocks) -> None:
 
 CONTROLS: dict[str, Callable[[Blocks, Blocks], None]] = {
     "two blocks swapped": _swap_blocks,
-    "two blocks' values swapped": _swap_values,
+    "values of two blocks swapped": _swap_values,
     "one layer shifted": _shift_layer,
     "another prompt's block": _other_prompt,
 }

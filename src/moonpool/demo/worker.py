@@ -157,13 +157,13 @@ class Worker:
         )
         if part.control:
             other = cache.keys(self._prompts[CONTROL_PROMPT + settings.questions][:-1])
-            cache.client = TamperingClient(client, part.control, settings.layers, other)
+            tampering: Any = TamperingClient(client, part.control, settings.layers, other)
+            cache.client = tampering
         return cache
 
     def _warm_up(self) -> None:
-        # The first passes through torch's kernels allocate and choose them; no store is to blame or to thank for it.
-        for _ in range(2):
-            self._go_on(self._prompts[0], self._prefill(self._prompts[0]).prefill)
+        # The first pass through torch's kernels allocates and chooses them; no store is to blame or to thank for it.
+        self._go_on(self._prompts[0], self._prefill(self._prompts[0]).prefill)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from moonpool.keys import KeySpace, block_digests
 from moonpool.status import Status
 
 if TYPE_CHECKING:
-    from moonpool.client import Client
+    from moonpool.client.client import Client
 
 log = logging.getLogger(__name__)
 
