@@ -15,6 +15,7 @@ from moonpool.options import MODES
 from moonpool.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from moonpool.client.client import Client
     from moonpool.observe.stats import NodeStats
 
 
@@ -35,24 +36,13 @@ def status(
     """
     interval_s = seconds_from(every, "--every")
     with connect(url, read_only=True) as client:
-        if watch and not json and sys.stdout.isatty():
-            from rich.live import Live
-            from rich.text import Text
-
-            with Live(console=console(), auto_refresh=False) as live:
-                while True:
-                    live.update(Text("\n".join(lines(client.stats()))), refresh=True)
-                    time.sleep(interval_s)
-        while True:
-            stats = client.stats()
-            if json:
-                print_json(_figures(stats), indent=not watch)
-            else:
-                print("\n".join(lines(stats)))
-            if not watch:
-                return
-            sys.stdout.flush()
-            time.sleep(interval_s)
+        if not watch:
+            _show(client.stats(), json)
+            return
+        try:
+            _watch(client, interval_s, json)
+        except KeyboardInterrupt:
+            return  # the way to end it
 
 
 def mode(
@@ -137,6 +127,29 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
     for command in (status, mode, spaces, purge):
         app.command()(command)
+
+
+def _watch(client: Client, interval_s: float, json: bool) -> None:
+    """Show the figures again and again: in place on a terminal, one after the other in a pipe."""
+    if json or not sys.stdout.isatty():
+        while True:
+            _show(client.stats(), json, indent=False)
+            sys.stdout.flush()
+            time.sleep(interval_s)
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console(), auto_refresh=False) as live:
+        while True:
+            live.update(Text("\n".join(lines(client.stats()))), refresh=True)
+            time.sleep(interval_s)
+
+
+def _show(stats: NodeStats, json: bool, *, indent: bool = True) -> None:
+    if json:
+        print_json(_figures(stats), indent=indent)
+    else:
+        print("\n".join(lines(stats)))
 
 
 def _figures(stats: NodeStats) -> dict[str, Any]:

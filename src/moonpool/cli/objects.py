@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from moonpool.cli.entries import as_json, listed, missing, pin_text, rows, time_
 
 if TYPE_CHECKING:
     from moonpool.client.client import Client
+    from moonpool.client.reading import Views
     from moonpool.status import Status, Statuses
 
 CHUNK_BYTES = 16 << 20  # between two steps of a progress bar: a few ms each
@@ -92,16 +94,7 @@ def get(
       moonpool get hex:00ff17 --verify -o block.bin
     """
     with connect(url, read_only=True) as client, client.view(key, verify=verify) as views:
-        array = views[0]
-        if array is None:
-            raise CommandFailed(_not_read(key, views.statuses))
-        if output != "-":
-            _write_whole(Path(output), array)
-            return
-        if sys.stdout.isatty() and not bytes(array[:4096]).decode("utf-8", "replace").isprintable():
-            raise CommandFailed(f"{key_text(key)!r} isn't text: name a file with -o, or pipe it")
-        sys.stdout.buffer.write(array.data)
-        sys.stdout.buffer.flush()
+        _deliver(key, views, output)
 
 
 def exists(keys: Keys, url: Url = None) -> None:
@@ -244,6 +237,25 @@ def _stored(key: bytes, status: Status, detail: str = "") -> None:
         raise CommandFailed(f"{key_text(key)!r} was not stored: {_why(status, detail)}")
     if status.name == "EXISTS":
         print(f"{key_text(key)!r} is stored already; it was left as it is", file=sys.stderr)
+
+
+def _deliver(key: bytes, views: Views, output: str) -> None:
+    """Write out what was found. A function of its own, so that nothing holds the object when the client closes."""
+    array = views[0]
+    if array is None:
+        raise CommandFailed(_not_read(key, views.statuses))
+    if output != "-":
+        _write_whole(Path(output), array)
+        return
+    if sys.stdout.isatty() and not _is_text(bytes(array[:4096])):
+        raise CommandFailed(f"{key_text(key)!r} isn't text: name a file with -o, or pipe it")
+    sys.stdout.buffer.write(array.data)
+    sys.stdout.buffer.flush()
+
+
+def _is_text(start: bytes) -> bool:
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(start)
+    return all(character.isprintable() or character in "\n\r\t" for character in text) and "\ufffd" not in text
 
 
 def _not_read(key: bytes, statuses: Statuses) -> str:
