@@ -20,6 +20,15 @@ VOCABULARY = 97
 MakeModel = Callable[..., Any]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model this small gains nothing from threads, and loses seconds to them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def make_model() -> MakeModel:
     """Return a maker of Llama models with seeded weights, large enough in scale that attention isn't uniform."""

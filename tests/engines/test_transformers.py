@@ -484,3 +484,23 @@ def test_generation_survives_the_node_and_finds_the_next_one(model: Any, prompt:
     client.close()
     # Closed by its owner or lost with its node, a client is a miss all the same.
     assert through(cache, prompt) == expected
+
+
+def test_no_pin_and_no_reservation_outlives_a_call(model: Any, client: Any, prompt: list[int]) -> None:
+    cache = wrap(model, client)
+    kept = [cache.prefill(prompt), cache.prefill(prompt)]
+    stats = client.stats()
+    assert (stats.pins, stats.holds, stats.reservations) == (0, 0, 0)
+    assert kept[1].past_key_values.get_seq_length() == len(prompt)
+
+
+def test_tokens_stay_right_while_the_pool_evicts(model: Any) -> None:
+    with moonpool.connect("embedded:1MiB") as client:
+        cache = wrap(model, client)
+        draw = torch.Generator().manual_seed(11)
+        prompts = [torch.randint(0, 97, (100,), generator=draw).tolist() for _ in range(20)]
+        for prompt in [*prompts, *prompts[::-1]]:
+            assert through(cache, prompt, 3) == plain(model, prompt, 3)
+        assert client.stats().bytes_evicted > 0
+        assert client.stats().hits > 0
+        assert cache.failures == 0
