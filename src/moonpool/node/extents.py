@@ -22,18 +22,23 @@ CLASS_WALK_MAX: Final = 64
 
 
 def int_column(count: int) -> memoryview[int]:
-    """A fixed array of 32-bit zeros in a mapping of its own, resident only where it was touched."""
-    return memoryview(mmap.mmap(-1, max(1, count) * 4)).cast("i")
+    """A fixed array of 32-bit zeros in a mapping of its own, resident only where it was written."""
+    return memoryview(_mapping(count * 4)).cast("i")
 
 
 def byte_column(count: int) -> memoryview[int]:
     """The same of signed bytes."""
-    return memoryview(mmap.mmap(-1, max(1, count))).cast("b")
+    return memoryview(_mapping(count)).cast("b")
 
 
 def float_column(count: int) -> memoryview[float]:
     """The same of 64-bit floats."""
-    return memoryview(mmap.mmap(-1, max(1, count) * 8)).cast("d")
+    return memoryview(_mapping(count * 8)).cast("d")
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    # Private, as reading a page of a shared mapping that was never written makes it resident.
+    return mmap.mmap(-1, max(8, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def size_class(granules: int) -> int:

@@ -1,140 +1,154 @@
-"""Replays a trace against a `Space`, and against an ideal LRU that never wastes or fragments a byte."""
+"""Replays a trace against a `Space`, and against an ideal LRU that never fragments or wastes a byte."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from moonpool.node.space import GRANULE_BYTES, Space
+from moonpool.node.windows import Policy
 from moonpool.sim.trace import PIN_OPERATIONS, Op, Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a replay came to."""
+@dataclass(slots=True)
+class Hits:
+    """Lookups, and how many of them found their object."""
 
-    operations: int
-    gets: int
-    hits: int
-    hit_bytes: int
-    evicting_reservations: int
-    evicted_objects: int
-    refused: int
-    live_share_mean: float
-    """Live bytes as a share of the pool, at moments of eviction."""
-    evicted_per_needed_p50: float
-    evicted_per_needed_p99: float
-    """Bytes evicted for a reservation as a multiple of its size, of reservations that evicted anything."""
+    gets: int = 0
+    get_bytes: int = 0
+    hits: int = 0
+    hit_bytes: int = 0
+
+    def count(self, hit: bool, nbytes: int) -> None:
+        self.gets += 1
+        self.get_bytes += nbytes
+        if hit:
+            self.hits += 1
+            self.hit_bytes += nbytes
 
     @property
-    def hit_rate(self) -> float:
+    def rate(self) -> float:
         return self.hits / max(1, self.gets)
 
-    def as_dict(self) -> dict[str, float]:
-        return {**asdict(self), "hit_rate": self.hit_rate}
+    @property
+    def byte_rate(self) -> float:
+        return self.hit_bytes / max(1, self.get_bytes)
 
 
-def replay(trace: Trace, pool_bytes: int, slots: int) -> Outcome:
-    """Run a trace through a `Space` of this size, whose clock counts operations."""
-    now = [0.0]
-    space = Space(pool_bytes, slots, clock=lambda: now[0])
-    space.grow(pool_bytes)
-    slot_of: dict[int, int] = {}
-    key_of: dict[int, int] = {}
-    unused = list(range(slots - 1, -1, -1))
-    pinned: deque[tuple[int, int]] = deque()
-    gets = hits = hit_bytes = refused = evicted_objects = 0
-    live_shares: list[float] = []
-    ratios: list[float] = []
-    evicted_bytes = 0
-
-    def evict(slot: int) -> None:
-        nonlocal evicted_bytes, evicted_objects
-        if not evicted_bytes:
-            live_shares.append(space.live_bytes / pool_bytes)
-        evicted_bytes += space.size(slot)
-        evicted_objects += 1
-        del slot_of[key_of.pop(slot)]
-        unused.append(slot)
-
-    for operation, (op, key) in enumerate(zip(trace.ops, trace.keys, strict=True)):
-        now[0] = float(operation)
-        while pinned and pinned[0][0] <= operation:
-            space.pins[pinned.popleft()[1]] -= 1
-        slot = slot_of.get(key, -1)
-        if op == Op.REMOVE:
-            if slot >= 0 and not space.pins[slot]:
-                del slot_of[key], key_of[slot]
-                space.free(slot)
-                unused.append(slot)
-            continue
-        gets += 1
-        size = trace.sizes[key]
-        if slot >= 0:
-            hits += 1
-            hit_bytes += size
-            space.touch(slot)
-        else:
-            if not unused:
-                coldest = next(slot for slot in space.oldest() if not space.pins[slot])
-                evict(coldest)
-                space.free(coldest)
-            slot = unused.pop()
-            offset = space.allocate(slot, size)
-            if offset < 0:
-                evicted_bytes = 0
-                steps = space.make_room(slot, size, evict)
-                while True:
-                    try:
-                        next(steps)
-                    except StopIteration as end:
-                        offset = end.value
-                        break
-                if evicted_bytes:
-                    ratios.append(evicted_bytes / (-(-size // GRANULE_BYTES) * GRANULE_BYTES))
-            if offset < 0:
-                refused += 1
-                unused.append(slot)
-                continue
-            slot_of[key] = slot
-            key_of[slot] = key
-        if op == Op.PIN:
-            space.pins[slot] += 1
-            pinned.append((operation + PIN_OPERATIONS, slot))
-    p50, p99 = np.percentile(ratios, [50, 99]) if ratios else (0.0, 0.0)
-    return Outcome(
-        operations=len(trace.keys),
-        gets=gets,
-        hits=hits,
-        hit_bytes=hit_bytes,
-        evicting_reservations=len(ratios),
-        evicted_objects=evicted_objects,
-        refused=refused,
-        live_share_mean=float(np.mean(live_shares)) if live_shares else 0.0,
-        evicted_per_needed_p50=float(p50),
-        evicted_per_needed_p99=float(p99),
-    )
-
-
-def replay_ideal(trace: Trace, pool_bytes: int) -> tuple[int, int, int]:
-    """The same through an LRU in bytes that evicts exactly the coldest objects: its gets, hits and hit bytes."""
+def replay_ideal(trace: Trace, pool_bytes: int) -> Hits:
+    """What an LRU hits that evicts exactly the coldest objects, as many as it must, wherever they lie."""
     order: OrderedDict[int, int] = OrderedDict()
-    live = gets = hits = hit_bytes = 0
+    found, live = Hits(), 0
     for op, key in zip(trace.ops, trace.keys, strict=True):
         if op == Op.REMOVE:
             live -= order.pop(key, 0)
             continue
-        gets += 1
         size = trace.sizes[key]
+        found.count(key in order, size)
         if key in order:
-            hits += 1
-            hit_bytes += size
             order.move_to_end(key)
             continue
+        order[key] = size
         live += size
         while live > pool_bytes:
             live -= order.popitem(last=False)[1]
-        order[key] = size
-    return gets, hits, hit_bytes
+    return found
+
+
+class Replay:
+    """One run of a trace through a `Space`, whose clock counts operations. `run` does all of it; then read."""
+
+    def __init__(self, trace: Trace, pool_bytes: int, *, slots: int = 1 << 20, policy: Policy | None = None) -> None:
+        self.found = Hits()
+        self.refused = 0
+        self.evicted_objects = 0
+        # Of each reservation that evicted something: live bytes before it by the pool's, bytes evicted by its own.
+        self.live_shares: list[float] = []
+        self.evicted_per_needed: list[float] = []
+        self._trace = trace
+        self._pool_bytes = pool_bytes
+        self._now = 0.0
+        self._space = Space(pool_bytes, slots, clock=lambda: self._now, policy=policy)
+        self._space.grow(pool_bytes)
+        self._slot_of: dict[int, int] = {}
+        self._key_of: dict[int, int] = {}
+        self._unused = list(range(slots - 1, -1, -1))
+        self._pinned: deque[tuple[int, int]] = deque()
+        self._evicted_bytes = 0
+
+    def run(self) -> None:
+        """Replay the whole trace."""
+        for _ in self.steps(len(self._trace.ops) + 1):
+            pass
+
+    def steps(self, operations: int) -> Iterator[int]:
+        """Replay it, yielding the number of operations done every so many."""
+        pins, sizes = self._space.pins, self._trace.sizes
+        for number, (op, key) in enumerate(zip(self._trace.ops, self._trace.keys, strict=True), 1):
+            self._now = float(number)
+            while self._pinned and self._pinned[0][0] < number:
+                pins[self._pinned.popleft()[1]] -= 1
+            slot = self._slot_of.get(key, -1)
+            if op == Op.REMOVE:
+                if slot >= 0 and not pins[slot]:
+                    self._forget(slot)
+                    self._space.free(slot)
+            else:
+                self.found.count(slot >= 0, sizes[key])
+                if slot >= 0:
+                    self._space.touch(slot)
+                else:
+                    slot = self._put(key, sizes[key])
+                if op == Op.PIN and slot >= 0:
+                    pins[slot] += 1
+                    self._pinned.append((number + PIN_OPERATIONS, slot))
+            if number % operations == 0:
+                yield number
+
+    def _put(self, key: int, size: int) -> int:
+        if not self._unused:
+            raise RuntimeError(f"all {len(self._key_of)} slots are in use; replay with more")
+        slot = self._unused.pop()
+        if self._space.allocate(slot, size) < 0 and self._make_room(slot, size) < 0:
+            self.refused += 1
+            self._unused.append(slot)
+            return -1
+        self._slot_of[key] = slot
+        self._key_of[slot] = key
+        return slot
+
+    def _make_room(self, slot: int, size: int) -> int:
+        live_share = self._space.live_bytes / self._pool_bytes
+        self._evicted_bytes = 0
+        steps = self._space.make_room(slot, size, self._evict)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                offset: int = end.value
+                break
+        if self._evicted_bytes:
+            self.live_shares.append(live_share)
+            self.evicted_per_needed.append(self._evicted_bytes / (-(-size // GRANULE_BYTES) * GRANULE_BYTES))
+        return offset
+
+    def _evict(self, slot: int) -> None:
+        self._evicted_bytes += self._space.size(slot)
+        self.evicted_objects += 1
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        del self._slot_of[self._key_of.pop(slot)]
+        self._unused.append(slot)
+
+    @property
+    def live_share(self) -> float:
+        """Live bytes as a share of the pool, the mean over the moments of eviction."""
+        return float(np.mean(self.live_shares)) if self.live_shares else 0.0
+
+    def evicted_percentile(self, percent: float) -> float:
+        """Bytes evicted for a reservation by its own bytes, of those that evicted anything."""
+        return float(np.percentile(self.evicted_per_needed, percent)) if self.evicted_per_needed else 0.0

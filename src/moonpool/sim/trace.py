@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
@@ -22,11 +22,11 @@ class Op(IntEnum):
     """It is looked up, and put if that misses."""
     REMOVE = 1
     PIN = 2
-    """It is used and stays pinned for `PIN_OPERATIONS` operations."""
+    """It is used, and pinned for the next `PIN_OPERATIONS` operations."""
 
 
-PIN_OPERATIONS: Final = 200
-"""For how long a pinned key stays so."""
+PIN_OPERATIONS: Final = 500
+UNORDERED_BYTES: Final = 3 * 32 * SIZES[-1]
 
 REQUEST_BYTES: Final = 1200 << 20
 REQUEST_OBJECTS_MAX: Final = 24
@@ -47,28 +47,17 @@ class Mix:
     """How often objects of each size are used, and how chats over them behave."""
 
     shares: Mapping[int, float]
-    documents: int = 200
-    """Shared prefixes per size; the most popular are used far more (Zipf)."""
-    zipf: float = 1.0
-    chats: int = 6
+    documents: int
+    """Shared prefixes per size; some are used far more than others (Zipf)."""
+    chats: int
     """Chats per size that go on side by side."""
     turns: float = 8.0
     """Mean turns of a chat; each reads all before it and adds up to two objects."""
-    remove_share: float = 0.02
-    pin_share: float = 0.005
-
-
-def _shares(*weights: float) -> Mapping[int, float]:
-    return MappingProxyType({size: weight / sum(weights) for size, weight in zip(SIZES, weights, strict=True)})
-
-
-MIXES: Final[Mapping[str, Mix]] = MappingProxyType(
-    {
-        "even-counts": Mix(_shares(1, 1, 1, 1, 1), documents=40, chats=4),
-        "mostly-small": Mix(_shares(60, 25, 10, 4, 1), documents=300, chats=16),
-        "mostly-tiny": Mix(_shares(900, 80, 10, 8, 2), documents=1000, chats=64),
-    }
-)
+    remove_share: float = 0.05
+    """Removals per use."""
+    pin_share: float = 0.01
+    """Uses that pin."""
+    zipf: float = 1.0
 
 
 @dataclass(slots=True)
@@ -77,58 +66,78 @@ class _Chat:
     turns_left: int
 
 
-@dataclass(slots=True)
 class _Model:
-    """One object size with its documents and chats."""
+    """The chats with one model, whose KV cache comes in objects of one size."""
 
-    documents: list[list[int]]
-    popularity: list[float]
-    longest: int
-    chats: list[_Chat] = field(default_factory=list)
+    def __init__(self, size: int, mix: Mix, sizes: array[int], rng: random.Random) -> None:
+        self._size = size
+        self._mix = mix
+        self._sizes = sizes
+        self._rng = rng
+        self._longest = max(1, min(REQUEST_OBJECTS_MAX, REQUEST_BYTES // size))
+        self._documents = [self._new_keys(rng.randint(1, max(1, self._longest // 2))) for _ in range(mix.documents)]
+        self._popularity = list(accumulate((rank + 1) ** -mix.zipf for rank in range(mix.documents)))
+        self._chats: list[_Chat] = []
+
+    def turn(self) -> list[int]:
+        """The next turn of some chat: the keys of all its KV cache, head to tail, with those that it adds."""
+        rng = self._rng
+        if len(self._chats) < self._mix.chats:
+            (document,) = rng.choices(self._documents, cum_weights=self._popularity)
+            self._chats.append(_Chat(list(document), 1 + int(rng.expovariate(1 / self._mix.turns))))
+        chat = rng.choice(self._chats)
+        chat.keys.extend(self._new_keys(rng.randint(0, 2)))
+        chat.turns_left -= 1
+        if chat.turns_left <= 0 or len(chat.keys) >= self._longest:
+            self._chats.remove(chat)
+        return chat.keys
+
+    def _new_keys(self, count: int) -> list[int]:
+        first = len(self._sizes)
+        self._sizes.extend([self._size] * count)
+        return list(range(first, first + count))
 
 
 def generate(mix: Mix, operations: int, seed: int) -> Trace:
     """A trace of `operations`, the same for the same arguments."""
     rng = random.Random(seed)
     sizes, ops, keys = array("q"), array("b"), array("q")
-
-    def new_keys(size: int, count: int) -> list[int]:
-        sizes.extend([size] * count)
-        return list(range(len(sizes) - count, len(sizes)))
-
-    models = []
-    popularity = list(accumulate((rank + 1) ** -mix.zipf for rank in range(mix.documents)))
-    for size in mix.shares:
-        longest = max(1, min(REQUEST_OBJECTS_MAX, REQUEST_BYTES // size))
-        documents = [new_keys(size, rng.randint(1, max(1, longest // 2))) for _ in range(mix.documents)]
-        rng.shuffle(documents)
-        models.append(_Model(documents, popularity, longest))
-    # A turn makes several operations, whatever the size: shares of turns are about shares of operations.
-    cumulative = list(accumulate(mix.shares.values()))
-    wanted = list(mix.shares)
+    models = [_Model(size, mix, sizes, rng) for size in mix.shares]
+    shares = list(accumulate(mix.shares.values()))
     while len(keys) < operations:
-        which = min(bisect_left(cumulative, rng.random() * cumulative[-1]), len(wanted) - 1)
-        model, size = models[which], wanted[which]
-        if len(model.chats) < mix.chats:
-            drawn = bisect_left(model.popularity, rng.random() * model.popularity[-1])
-            turns = 1 + int(rng.expovariate(1 / mix.turns))
-            model.chats.append(_Chat(list(model.documents[min(drawn, mix.documents - 1)]), turns))
-            chat = model.chats[-1]
-        else:
-            chat = rng.choice(model.chats)
-        chat.keys.extend(new_keys(size, rng.randint(0, 2)))
+        (model,) = rng.choices(models, cum_weights=shares)
+        chain = model.turn()
         # Tail to head, so that tails are the first to go.
-        keys.extend(reversed(chat.keys))
-        ops.extend(Op.PIN if rng.random() < mix.pin_share else Op.USE for _ in chat.keys)
-        if rng.random() < mix.remove_share * len(chat.keys):
-            keys.append(rng.choice(chat.keys))
+        keys.extend(reversed(chain))
+        ops.extend(Op.PIN if rng.random() < mix.pin_share else Op.USE for _ in chain)
+        if rng.random() < mix.remove_share * len(chain):
+            keys.append(rng.choice(chain))
             ops.append(Op.REMOVE)
-        chat.turns_left -= 1
-        if chat.turns_left <= 0 or len(chat.keys) >= model.longest:
-            model.chats.remove(chat)
     return Trace(ops[:operations], keys[:operations], sizes)
 
 
-def bytes_used(trace: Trace) -> int:
-    """The bytes of all keys that occur in a trace, each once."""
-    return sum(trace.sizes[key] for key in set(trace.keys))
+def generate_unordered(operations: int, seed: int) -> Trace:
+    """Keys of all sizes, as many of each, drawn at random (Zipf) without any order in time: the hardest to keep."""
+    rng = random.Random(seed)
+    sizes = array("q")
+    while sum(sizes) < UNORDERED_BYTES:
+        sizes.extend(rng.sample(SIZES, len(SIZES)))
+    popularity = list(accumulate((rank + 1) ** -0.8 for rank in range(len(sizes))))
+    keys = array("q", rng.choices(range(len(sizes)), cum_weights=popularity, k=operations))
+    ops = array("b", rng.choices((Op.USE, Op.REMOVE, Op.PIN), (0.88, 0.1, 0.02), k=operations))
+    return Trace(ops, keys, sizes)
+
+
+def _shares(*weights: float) -> Mapping[int, float]:
+    return MappingProxyType(dict(zip(SIZES, weights, strict=True)))
+
+
+# Each gives a trace of so many operations, the same for the same seed. Shares of chats are shares of their turns.
+TRACES: Final[Mapping[str, Callable[[int, int], Trace]]] = MappingProxyType(
+    {
+        "unordered": generate_unordered,
+        "even-counts": partial(generate, Mix(_shares(1, 1, 1, 1, 1), documents=40, chats=4)),
+        "mostly-small": partial(generate, Mix(_shares(60, 25, 10, 4, 1), documents=300, chats=16)),
+        "mostly-tiny": partial(generate, Mix(_shares(900, 80, 10, 8, 2), documents=1000, chats=64)),
+    }
+)
