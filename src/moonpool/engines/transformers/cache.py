@@ -79,7 +79,6 @@ class PrefixCache:
         self.layout: BlockLayout = probe_layout(model, tokens_per_object)
         """Shape and dtype of the objects."""
         self._mark: tuple[Any, ...] = ()
-        self._declared: KeySpace | None = None
         self._warned = False
         self._refresh_space()
 
@@ -209,9 +208,8 @@ class PrefixCache:
         keys = self._keys(tokens[:, : cache.get_seq_length()])[first:]
         if not keys:
             return
-        if self._declared != self._space:
-            self.client.declare(self._space)
-            self._declared = self._space
+        # Each time, because the node may be another one by now; one round trip beside those that store.
+        self.client.declare(self._space)
         with self.client.reserve_many(keys, [layout.object_bytes] * len(keys)) as reservations:
             for index, reservation in enumerate(reservations, start=first):
                 if reservation.buffer is not None:
@@ -235,7 +233,6 @@ class PrefixCache:
 
     def _failed(self, stage: str, error: Exception, report: Report) -> None:
         self.failures += 1
-        self._declared = None
         report.trouble = f"{stage}: {type(error).__name__}: {error}"
         if not self._warned:
             self._warned = True
