@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from moonpool.cli import app
-from moonpool.cli.base import LAZY
+from moonpool.cli.base import LAZY, load
 from moonpool.options import OPTIONS
 
 OWN = ["serve", "put", "get", "exists", "remove", "stat", "ls", "clear", "status", "mode", "spaces", "purge"]
@@ -42,6 +43,20 @@ def test_a_command_has_examples_of_itself_and_takes_a_url(name: str) -> None:
     _, _, examples = text.partition("Examples:")
     assert f"moonpool {name}" in examples
     assert "--url" in text
+
+
+def leaves(name: str) -> Iterator[list[str]]:
+    """The command lines of a lazy command: itself, or each of its subcommands."""
+    command: Any = load(name)
+    subcommands = getattr(command, "commands", None)
+    yield from ([name, sub] for sub in subcommands) if subcommands else [[name]]
+
+
+@pytest.mark.parametrize("name", [name for name in LAZY if importlib.util.find_spec(f"moonpool.{name}")])
+def test_the_lazy_commands_have_examples_too(name: str) -> None:
+    for command in leaves(name):
+        _, _, examples = help_of(*command).partition("Examples")
+        assert f"moonpool {' '.join(command)}" in examples
 
 
 def test_no_command_is_left_out_here() -> None:

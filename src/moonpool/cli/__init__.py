@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import admin, objects, serve
+from moonpool.cli import admin, objects, serve, transfer
 from moonpool.cli.base import Commands, set_up_logging
 
 __all__ = ["app", "main"]
@@ -52,7 +52,7 @@ def root(
     set_up_logging(os.environ.get("MOONPOOL_LOG", "warning").lower())
 
 
-for module in (serve, objects, admin):
+for module in (serve, transfer, objects, admin):
     module.register(app)
 
 

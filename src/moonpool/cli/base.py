@@ -61,7 +61,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in LAZY:
-            return args[0], _load(args[0]), args[1:]
+            return args[0], load(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
     def main(
@@ -92,7 +92,7 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
     """A lazy command: its module's typer `app`, or its plain function with `EPILOG` for examples."""
     module = importlib.import_module(LAZY[name][0])
     app = getattr(module, "app", None)
@@ -129,7 +129,8 @@ def connect(url: str | None, *, read_only: bool = False) -> Client:
     """Open a client for a command; a context manager. Raises `NodeUnavailable` where there is no node."""
     import moonpool
 
-    return moonpool.connect(url, read_only=read_only, name="cli")
+    # No prefault: most commands touch little of the pool, and end before that would pay.
+    return moonpool.connect(url, read_only=read_only, name="cli", prefault=False)
 
 
 def seconds_from(text: str, flag: str) -> float:
@@ -157,6 +158,11 @@ def key_from(text: str) -> bytes:
         return bytes.fromhex(text[4:])
     except ValueError:
         raise typer.BadParameter(f"{text!r}: after 'hex:' an even number of hexadecimal digits is wanted") from None
+
+
+_KEY_HELP = "Text, or hex: and the key's bytes."
+Key = Annotated[bytes, typer.Argument(metavar="KEY", parser=key_from, help=_KEY_HELP)]
+Keys = Annotated[list[bytes], typer.Argument(metavar="KEY", parser=key_from, help=_KEY_HELP)]
 
 
 def key_text(key: bytes) -> str:

@@ -10,7 +10,13 @@ from moonpool.cli.base import key_text
 from moonpool.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from moonpool.status import Status
     from moonpool.wire.messages import ObjectStat
+
+
+def why(status: Status, detail: str | None) -> str:
+    """What a status says, in words, with its detail where there is one."""
+    return f"{status.name.lower().replace('_', ' ')}{f' ({detail})' if detail else ''}"
 
 
 def listed(keys: list[bytes]) -> str:
