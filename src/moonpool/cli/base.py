@@ -94,7 +94,12 @@ class Commands(TyperGroup):
 
 def load(name: str) -> Any:
     """A lazy command: its module's typer `app`, or its plain function with `EPILOG` for examples."""
-    module = importlib.import_module(LAZY[name][0])
+    try:
+        module = importlib.import_module(LAZY[name][0])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "moonpool":
+            raise
+        raise CommandFailed(f"'moonpool {name}' needs {error.name}, which isn't installed") from None
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False)
