@@ -161,7 +161,8 @@ def test_samples_reach_from_head_to_tail_and_stay_inside(length: int, width: int
 
 def weights(seed: int = 0) -> dict[str, Any]:
     random_source = np.random.default_rng(seed)
-    return {"big": random_source.standard_normal((300, 400)).astype(np.float32), "scale": np.array([0.5, 2.0], np.float32)}
+    big = random_source.standard_normal((300, 400)).astype(np.float32)
+    return {"big": big, "scale": np.array([0.5, 2.0], np.float32)}
 
 
 def test_arrays_and_tensors_of_one_content_count_the_same() -> None:
