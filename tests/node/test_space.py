@@ -261,6 +261,14 @@ def test_small_objects_displace_cold_large_ones_by_rare_overshooting() -> None:
     assert 0 < np.mean(np.array(ratios) > 2) <= 0.01
 
 
+def test_a_new_size_displaces_what_is_colder_and_not_itself() -> None:
+    space = space_of(20_000, slots=20_100)
+    for slot in range(20_000):
+        space.allocate(slot, G)
+    for slot in range(20_000, 20_030):
+        assert all(victim < 20_000 for victim in make_room(space, slot, 500)[1])
+
+
 def test_a_cold_large_object_is_spared_while_small_hot_ones_suffice() -> None:
     space = filled([512, 1, 1, 1, 1, 4])
     space.pins[5] = 1

@@ -16,14 +16,16 @@ from moonpool.node.windows import Policy, Seconds, WindowSearch
 # a class of small objects displace larger cold ones, while the 99th percentile stays below two.
 OVERSHOOT_PERIOD: Final = 128
 OVERSHOOT_SAVED_MAX: Final = 8
-# A victim of about the right size is taken without a search when it's at least this part as idle as others that
-# would do; and otherwise too until this much was evicted that way, as a search takes as long as copying 2 MB.
+# A victim of about the right size is taken without a search if it's at least this part as idle as the coldest object
+# of any size, which is looked at after every so many granules evicted that way.
 QUICK_IDLE: Final = 0.5
-QUICK_GRANULES: Final = 1024
+CHECK_GRANULES: Final = 64
+# Otherwise there is a search, as long as copying 2 MB; one that ends at the same victim puts the next one off.
+PUT_OFF_GRANULES: Final = (1024, 1 << 16)
 QUICK_BELOW: Final = 2048
 QUICK_SEEDS: Final = 4
-# Slots whose pins are read in one step: 0.1 ms.
-SLOTS_PER_STEP: Final = 1 << 18
+# Slots whose pins are read in one step: 0.03 ms if few are pinned, 0.3 ms if all are.
+SLOTS_PER_STEP: Final = 1 << 16
 # Up to this many unevictable objects the gaps between them are sorted within a step.
 BARRIERS_MAX: Final = 1 << 14
 COARSE_CELLS: Final = 1 << 16
@@ -44,15 +46,19 @@ class Recency:
 class Evictor:
     """Finds windows. Of extents and objects it changes only which unevictable objects it looks at next."""
 
-    __slots__ = ("_extents", "_objects", "_policy", "_saved", "_searchless")
+    __slots__ = ("_check_after", "_doubted", "_extents", "_objects", "_policy", "_saved", "_unchecked")
 
     def __init__(self, extents: Extents, objects: Objects, policy: Policy) -> None:
         self._extents = extents
         self._objects = objects
         self._policy = policy
-        # Evicting reservations since an overshoot, and granules evicted for without a search.
+        # Evicting reservations since an overshoot.
         self._saved = 0
-        self._searchless = 0
+        # Granules evicted since the last comparison with the coldest object, and when the next one is due.
+        self._unchecked = 0
+        self._check_after = 0
+        # The victim that wasn't idle enough, until a search has found it a better one.
+        self._doubted = -1
 
     def quick(self, granules: int, limit: int, now: float) -> int:
         """The first granule of a window around one victim that is worth no search, or -1 if there is none.
@@ -88,16 +94,16 @@ class Evictor:
                     break
         if best < 0:
             return -1
-        self._searchless += granules
-        if self._searchless >= QUICK_GRANULES:
+        self._unchecked += granules
+        if self._unchecked >= self._check_after:
+            self._unchecked = 0
             idle_enough = now - (now - best_used) / QUICK_IDLE
-            # Much smaller ones don't count: however cold, they hardly make room.
-            for power in range(fitting - 1, objects.used.bit_length()):
-                if objects.used >> power & 1:
-                    for slot in objects.coldest(power, limit, 1):
-                        if objects.last_used[slot] < idle_enough:
-                            self._searchless = 0
-                            return -1
+            for power in objects.powers():
+                for slot in objects.coldest(power, limit, 1):
+                    if objects.last_used[slot] < idle_enough:
+                        self._doubted = best
+                        return -1
+            self._check_after = CHECK_GRANULES
         return best
 
     def window(self, granules: int, limit: int, now: float, durable: bool) -> Generator[None, None, int]:
@@ -113,6 +119,11 @@ class Evictor:
         start = yield from search.around_seeds()
         if start < 0:
             start = yield from self._anywhere(search, granules, limit)
+        if self._doubted >= 0:
+            shortest, longest = PUT_OFF_GRANULES
+            in_vain = start == self._doubted
+            self._check_after = min(max(shortest, 2 * self._check_after), longest) if in_vain else 0
+            self._doubted = -1
         if search.overshot:
             self._saved = min(self._saved, OVERSHOOT_PERIOD * OVERSHOOT_SAVED_MAX) - OVERSHOOT_PERIOD
         return start
@@ -130,6 +141,7 @@ class Evictor:
     def _anywhere(self, search: WindowSearch, granules: int, limit: int) -> Generator[None, None, int]:
         """A window in the longest gap between unevictable objects, or in any if they are too many to sort."""
         barriers = yield from self._barriers(limit)
+        yield
         if barriers.size > BARRIERS_MAX:
             return (yield from search.first_fit())
         low, high = self._gaps(barriers)
