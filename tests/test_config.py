@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.capacity import Machine
-from moonpool.config import NodeConfig, default_slots, load_config
+from moonpool.config import NodeConfig, Setting, default_slots, load_config
 from moonpool.errors import ConfigError
 from moonpool.folder.folder import default_folder
 from moonpool.options import OPTIONS, Address
@@ -189,3 +189,13 @@ def test_metrics_may_be_a_bare_port_or_none() -> None:
     assert load({"metrics": "9400"}).metrics == Address("127.0.0.1", 9400)
     assert load({"metrics": "none"}, {"MOONPOOL_METRICS": "0.0.0.0:9400"}).metrics is None
     assert str(Address("::1", 9400)) == "[::1]:9400"
+
+
+def test_settings_read_back_as_they_are_printed() -> None:
+    flags: dict[str, str | None] = {"pool": "500MB", "folder_mode": "0750", "prefault": "no", "reserve_wait": "20ms"}
+    settings = load({**flags, "metrics": "[::1]:9400"}).settings()
+    assert settings.keys() == OPTIONS.keys()
+    assert settings["folder_mode"] == Setting("0750", "flag --folder-mode")
+    assert settings["log_level"] == Setting("warning", "default")
+    again = load({name: setting.value for name, setting in settings.items()})
+    assert [again.settings()[name].value for name in OPTIONS] == [settings[name].value for name in OPTIONS]

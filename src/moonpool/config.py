@@ -20,7 +20,7 @@ from moonpool.errors import ConfigError
 from moonpool.folder.folder import default_folder
 from moonpool.options import ENVIRONMENT_PREFIX, OPTIONS, Address, parse_folder, suggestion
 
-__all__ = ["NodeConfig", "PoolSize", "check_fits", "default_pool_bytes", "default_slots", "load_config"]
+__all__ = ["NodeConfig", "PoolSize", "Setting", "check_fits", "default_pool_bytes", "default_slots", "load_config"]
 
 CLIENT_VARIABLES = frozenset(ENVIRONMENT_PREFIX + name for name in ("URL", "CONFIG", "LOG", "TEST"))
 """Variables that are ours but not the node's options."""
@@ -29,6 +29,13 @@ _SERVICE_VARIABLE = re.compile(r"MOONPOOL_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_
 
 SLOTS_MIN, SLOTS_MAX = 65_536, 4_194_304
 _BYTES_PER_SLOT = 16 << 10
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """An option as it stands: its value as text that the option reads back, and where that comes from."""
+
+    value: str
+    origin: str
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,22 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefault: bool = True
     origins: Mapping[str, str] = {}
     """Option → where its value comes from: "flag --pool", "environment MOONPOOL_POOL", "file …" or "default"."""
+
+    def settings(self) -> dict[str, Setting]:
+        """Every option with its value and origin, for people to look at."""
+        return {
+            name: Setting(_text_of(option.field, getattr(self, option.field)), self.origins.get(name, "default"))
+            for name, option in OPTIONS.items()
+        }
+
+
+def _text_of(field: str, value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if field == "folder_mode":
+        return f"{value:04o}"
+    unit = " B" if field.endswith("_bytes") else " s" if field.endswith("_s") else ""
+    return f"{value}{unit}"
 
 
 def default_slots(pool_bytes: int) -> int:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from moonpool.cli.figures import lines
+from moonpool.config import Setting
 from moonpool.observe.stats import Latency, NodeStats, OldestPin
 
 GIB = 1 << 30
@@ -23,6 +24,7 @@ PLAIN: dict[str, object] = dict.fromkeys(NodeStats.__struct_fields__, 0) | {
     "sessions_ended": {},
     "oldest_pin": None,
     "latencies": [],
+    "options": {"mode": Setting("on", "default")},
 }
 
 
@@ -34,7 +36,7 @@ def test_a_node_at_rest_says_little() -> None:
     text = text_of()
     assert "node        host-7, mode on, up 2.00 h, incarnation 3\n" in text
     assert "pool        8.00 GiB, 75.0% live;" in text
-    for word in ("quarantine", "CORRUPT", "touched", "reserved so far", "oldest pin", "removals", "latency"):
+    for word in ("quarantine", "CORRUPT", "touched", "reserved so far", "oldest pin", "removals", "latency", "options"):
         assert word not in text
 
 
@@ -58,6 +60,17 @@ def test_a_node_at_rest_says_little() -> None:
 )
 def test_what_is_out_of_the_ordinary_is_said(changes: dict[str, object], said: str) -> None:
     assert said in text_of(**changes)
+
+
+def test_options_that_somebody_chose_are_listed_with_their_origin() -> None:
+    options = {
+        "pool": Setting("8589934592 B", "flag --pool"),
+        "mode": Setting("on", "default"),
+        "scrub_interval": Setting("60.0 s", "environment MOONPOOL_SCRUB_INTERVAL"),
+    }
+    first, second = text_of(options=options).splitlines()[-2:]
+    assert first == "options     pool = 8589934592 B  (flag --pool)"
+    assert second == "            scrub_interval = 60.0 s  (environment MOONPOOL_SCRUB_INTERVAL)"
 
 
 def test_latencies_are_one_line_per_stage_with_the_slowest_space() -> None:

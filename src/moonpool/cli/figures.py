@@ -70,6 +70,9 @@ def lines(stats: NodeStats) -> Iterator[str]:
         stats.stale_ids and f"{stats.stale_ids:,} stale ids",
         stats.protocol_errors and f"{stats.protocol_errors:,} protocol errors",
     )
+    chosen = {name: found for name, found in stats.options.items() if found.origin != "default"}
+    for number, (name, found) in enumerate(chosen.items()):
+        yield _line("" if number else "options", f"{name} = {found.value}  ({found.origin})")
     yield from _latency_lines(stats.latencies)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from moonpool.config import Setting
 from moonpool.node.sessions import Standing
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     purge_epoch: int
     loop_step_max_s: float
     latencies: list[Latency]
+    options: dict[str, Setting] = {}
+    """The node's options as they stand, and where each was set."""
 
     @property
     def evicted_per_reserved(self) -> float:
@@ -154,6 +157,7 @@ def node_stats(node: Node) -> NodeStats:
             )
             for (operation, stage, number), histogram in counters.stages.items()
         ],
+        options=config.settings(),
     )
 
 
