@@ -107,7 +107,8 @@ class Reservations(Sequence[Reservation]):
         """Make all that were not aborted visible, in one round trip. A second call does nothing."""
         open_ = [(i, item) for i, item in enumerate(self._items) if item.number]
         if open_:
-            sums = [checksums[i] for i, _ in open_] if checksums else []
+            given = _checksums(checksums or None, len(self._items))
+            sums = [given[i] for i, _ in open_] if given else []
             found = self._writing.commit_ids(
                 self._attachment, [item.number for _, item in open_], sums, perf_counter() - self._started
             )
@@ -207,7 +208,7 @@ class Writing(Base):
                 _append(inline, i, wanted[i], view, size, m.KEYS_MAX, m.INLINE_BATCH_BYTES_MAX)
             else:
                 _append(bulk, i, wanted[i], view, size, BULK_KEYS_MAX, BULK_BYTES_MAX)
-        sums = list(checksums) if checksums is not None else []
+        sums = _checksums(checksums, len(wanted))
         for batch in inline:
             self._put_inline(batch, options, metadatas, sums, result)
         if bulk:
@@ -437,6 +438,17 @@ def _metadatas(metadata: bytes | Sequence[bytes], count: int) -> list[bytes]:
     if len(metadata) != count:
         raise InvalidRequest(f"{count} keys and {len(metadata)} pieces of metadata; one each, or one for all")
     return list(metadata)
+
+
+def _checksums(checksums: Sequence[int] | None, count: int) -> list[int]:
+    if checksums is None:
+        return []
+    if len(checksums) != count:
+        raise InvalidRequest(f"{count} keys and {len(checksums)} checksums; one a key, 0 where there is none")
+    found = list(map(int, checksums))
+    if any(not 0 <= value < 1 << 64 for value in found):
+        raise InvalidRequest("a checksum has 64 bits: xxh3_64_intdigest gives one")
+    return found
 
 
 def _log_put(what: str, batch: _Batch, allocate_s: float, transfer_s: float, commit_s: float) -> None:

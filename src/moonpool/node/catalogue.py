@@ -29,6 +29,7 @@ UNSUMMED_MAX = 65_536
 """Objects that wait for their checksum; beyond that the scrub finds them."""
 
 _SPACE_MASK = 0xFFFF_FFFF
+_CHECKSUM_MASK = 0xFFFF_FFFF_FFFF_FFFF
 # Plain numbers, because looking an enumeration's member up costs more than the store it names.
 _SIZE, _WORD, _CREATED, _TOUCHED = (int(f) for f in (Field.SIZE, Field.WORD_AND_SPACE, Field.CREATED, Field.TOUCHED))
 _EXPIRY, _CHECKSUM, _FLAGS, _EPOCH = (int(f) for f in (Field.EXPIRY, Field.CHECKSUM, Field.FLAGS, Field.EPOCH))
@@ -69,7 +70,7 @@ class Catalogue:
         self.purging = 0
         """Purges whose sweep is under way: until then lookups check epochs."""
         self.protected_bytes = 0
-        """Bytes under soft and hard pins."""
+        """Bytes under soft and hard pins, reservations included: from `begin` on."""
         self.unsummed: deque[int] = deque(maxlen=UNSUMMED_MAX)
         """Slots that wait for their checksum, oldest first."""
         self.changed: list[Callable[[], None]] = []
@@ -223,6 +224,7 @@ class Catalogue:
         """
         # Generation 0 is skipped, so that an id is never 0.
         generation = (self.words[slot * RECORD_WORDS] >> 8 & GENERATION_MASK) % GENERATION_MASK + 1
+        flags = Flag.HARD if pin == 2 else Flag.SOFT if pin == 1 else 0
         self.records.write(
             slot,
             state=_RESERVED,
@@ -235,13 +237,15 @@ class Catalogue:
             now=now,
             expiry=expiry,
             checksum=0,
-            flags=Flag.HARD if pin == 2 else Flag.SOFT if pin == 1 else 0,
+            flags=flags,
             pin_expiry=pin_expiry,
             epoch_and_priority=self.spaces.epoch << 8 | priority,
             key=key,
             metadata=metadata,
         )
         self.pins[slot] += 1
+        if flags:
+            self.protected_bytes += size
 
     def commit(self, slot: int, checksum: int = 0) -> bool:
         """Make a reserved object visible and drop its writer's pin.
@@ -252,12 +256,12 @@ class Catalogue:
         words = self.words
         number = words[base + _WORD] & _SPACE_MASK
         space = self.spaces.spaces[number]
-        if words[base + _EPOCH] >> 8 < space.epoch:
+        if words[base + _EPOCH] >> 8 < space.epoch or self.floats[base + _CREATED] < space.created_after:
             self.abort(slot)
             return False
         flags = words[base + _FLAGS]
         if checksum:
-            words[base + _CHECKSUM] = checksum
+            words[base + _CHECKSUM] = checksum & _CHECKSUM_MASK
             words[base + _FLAGS] = flags | _SUMMED
         else:
             self.unsummed.append(slot)
@@ -270,7 +274,6 @@ class Catalogue:
         space.live_bytes += size
         self.live += 1
         if flags & _PROTECTED:
-            self.protected_bytes += size
             self.space.protect(slot, self.protection(slot))
         if not self.has_expiry and self.floats[base + _EXPIRY]:
             self.has_expiry = True
@@ -288,6 +291,9 @@ class Catalogue:
         shard = self.index[hash(key) & self.index_mask]
         if shard.get(key) == slot:
             del shard[key]
+        base = slot * RECORD_WORDS
+        if self.words[base + _FLAGS] & _PROTECTED:
+            self.protected_bytes -= self.words[base + _SIZE]
         self._doom(slot)
         self.unpin(slot)
         self.wake()

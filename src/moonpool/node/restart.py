@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.folder.layout import GENERATION_MASK, INLINE_KEY_BYTES, Flag, State
+from moonpool.folder.layout import GENERATION_MASK, INLINE_KEY_BYTES, NO_WORD, Flag, State
 from moonpool.folder.records import KEY_LENGTH_SHIFT, LENGTH_MASK
 from moonpool.node.catalogue import UNSUMMED_MAX, Catalogue
 from moonpool.node.space import GRANULE_BYTES
@@ -45,6 +45,8 @@ def recover(node: Node) -> int:
         ):
             reservations.setdefault(session, set()).add(slot)
             catalogue.pins[slot] += 1
+            if catalogue.protection(slot):
+                catalogue.protected_bytes += catalogue.size(slot)
             catalogue.claim(catalogue.records.key(slot), slot)
         node.roster.recover(used, reservations)
         catalogue.purging += 1  # objects of a purge that was cut short; ends at once where there are none
@@ -66,10 +68,12 @@ def _place(node: Node) -> tuple[npt.NDArray[np.int64], Rows]:
         node.grow(min(node.config.pool_bytes, -(-last // GRANULE_BYTES) * GRANULE_BYTES))
     last_used = node.store.clock() - (catalogue.wall() - rows["touched"])
     placed = catalogue.space.place_many(used, rows["offset"].astype(np.int64), rows["size"].astype(np.int64), last_used)
+    unknown = (rows["word_and_space"] & 0xFFFF_FFFF) >= len(catalogue.spaces.spaces)  # their registry was lost
+    records.table["word_and_space"][used[unknown]] = NO_WORD << 32
     bad = np.concatenate((bad, used[~placed]))
     records.table["state"][bad] &= np.uint64(GENERATION_MASK << 8)
     catalogue.counters.bad_records += len(bad)
-    return used[placed], rows[placed]
+    return used[placed], records.table[used[placed]]
 
 
 def _publish(catalogue: Catalogue, slots: npt.NDArray[np.int64], rows: Rows) -> None:
@@ -85,7 +89,6 @@ def _publish(catalogue: Catalogue, slots: npt.NDArray[np.int64], rows: Rows) -> 
     places = catalogue.table.insert_many(rows["fingerprint"], generations)
     spaces = catalogue.spaces.spaces
     numbers = (rows["word_and_space"] & 0xFFFF_FFFF).astype(np.int64)
-    numbers[numbers >= len(spaces)] = 0
     catalogue.records.table["word_and_space"][slots] = places << np.uint64(32) | numbers.astype(np.uint64)
     counts = np.bincount(numbers, minlength=len(spaces))
     sizes = np.bincount(numbers, rows["size"].astype(np.float64), minlength=len(spaces))
@@ -96,6 +99,6 @@ def _publish(catalogue: Catalogue, slots: npt.NDArray[np.int64], rows: Rows) -> 
     pinned = np.flatnonzero(rows["flags"] & (Flag.SOFT | Flag.HARD))
     for slot in slots[pinned].tolist():
         catalogue.space.protect(slot, catalogue.protection(slot))
-    catalogue.protected_bytes = int(rows["size"][pinned].sum())
+    catalogue.protected_bytes += int(rows["size"][pinned].sum())
     unsummed = slots[(rows["flags"] & Flag.CHECKSUM) == 0]
     catalogue.unsummed.extend(unsummed[:UNSUMMED_MAX].tolist())

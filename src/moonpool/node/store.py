@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from moonpool.errors import FolderError
+from moonpool.errors import FolderError, InvalidRequest
 from moonpool.folder.layout import (
     GENERATION_BITS,
     INLINE_VALUE_BYTES_MAX,
@@ -71,7 +71,7 @@ class Store:
         duplicates = _duplicates(keys)
         plain = not duplicates and not request.metadata and request.options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
-        now = self.catalogue.wall()
+        now, deadline = self.catalogue.wall(), self._deadline(request.options)
         words, id_of, add = self.words, self.catalogue.id_of, session.reservations.add
         for i, key in enumerate(keys):
             slot: int | tuple[Status, str] = -1
@@ -79,7 +79,9 @@ class Store:
                 slot = self._reserve_now(session, key, prints[i], sizes[i], now)
             if slot == -1:
                 metadata = request.metadata[i] if request.metadata else b""
-                slot = yield from self._reserve_one(session, key, sizes[i], metadata, request.options, i in duplicates)
+                slot = yield from self._reserve_one(
+                    session, key, sizes[i], metadata, request.options, deadline, i in duplicates
+                )
             if isinstance(slot, int):
                 ids[i] = id_of(slot)
                 offsets[i] = words[slot * RECORD_WORDS + 1]
@@ -104,7 +106,7 @@ class Store:
         catalogue, pool, words = self.catalogue, self.pool, self.words
         plain = not duplicates and not request.metadata and options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
-        now = catalogue.wall()
+        now, deadline = catalogue.wall(), self._deadline(options)
         written: list[int] = []
         for i, key in enumerate(keys):
             value = values[i]
@@ -116,7 +118,7 @@ class Store:
                 slot = self._reserve_now(session, key, prints[i], size, now)
             if slot == -1:
                 metadata = request.metadata[i] if request.metadata else b""
-                slot = yield from self._reserve_one(session, key, size, metadata, options, i in duplicates)
+                slot = yield from self._reserve_one(session, key, size, metadata, options, deadline, i in duplicates)
             if isinstance(slot, int):
                 offset = words[slot * RECORD_WORDS + 1]
                 pool[offset : offset + size] = value
@@ -128,7 +130,8 @@ class Store:
             statuses[i] = int(slot[0])
             if slot[1]:
                 details[i] = slot[1]
-        self.touch_chain(written)
+        # What came later in the batch, or from others meanwhile, may have evicted what came first.
+        self.touch_chain([slot for slot in written if words[slot * RECORD_WORDS] & 0xFF == State.COMMITTED])
         return m.StatusReply(request.id, statuses, details)
 
     def commit(self, session: Session, ids: Sequence[int], checksums: Sequence[int]) -> list[int]:
@@ -215,6 +218,8 @@ class Store:
     def pin(self, keys: Sequence[bytes], level: int, ttl_s: float) -> m.StatusReply:
         statuses, details = [], {}
         catalogue = self.catalogue
+        if not 0 <= level <= 2:
+            raise InvalidRequest(f"protection {level} is none of 0 (none), 1 (soft), 2 (hard)")
         for i, key in enumerate(keys):
             slot = self.visible_slot(key)
             if slot < 0:
@@ -312,8 +317,20 @@ class Store:
         used = self.catalogue.protected_bytes
         return f"pins may take {self.pin_bytes_max} bytes (pin_share), {used} are taken; unpin some first"
 
+    def _deadline(self, options: m.Options) -> float:
+        """Until when a whole batch may wait, for space or for other writers."""
+        wait_s = options.wait_s if options.wait_s >= 0 else self.reserve_wait_s
+        return self.clock() + min(wait_s, self.reserve_wait_max_s)
+
     def _reserve_one(
-        self, session: Session, key: bytes, size: int, metadata: bytes, options: m.Options, duplicate: bool
+        self,
+        session: Session,
+        key: bytes,
+        size: int,
+        metadata: bytes,
+        options: m.Options,
+        deadline: float,
+        duplicate: bool,
     ) -> Steps[int | tuple[Status, str]]:
         """A slot in state RESERVED, pinned for its writer, or why not."""
         catalogue = self.catalogue
@@ -322,8 +339,6 @@ class Store:
             return problem
         if duplicate:
             return Status.DUPLICATE, "the key stands earlier in the batch"
-        wait_s = self.reserve_wait_s if options.wait_s < 0 else min(options.wait_s, self.reserve_wait_max_s)
-        deadline = self.clock() + wait_s
         while (slot := catalogue.find(key)) >= 0:
             if catalogue.state(slot) == State.COMMITTED:
                 if catalogue.visible(slot):
