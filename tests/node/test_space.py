@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_a_run_between_pins_is_found_wherever_it_is(pinned: int) -> None:
     space = Space(pinned * G, pinned + 1)
     space.grow(pinned * G)
     slots = np.arange(pinned)
-    assert space.place_many(slots, slots * G, np.full(pinned, G), slots * 1e-6).all()
+    assert space.place_many(slots, slots * G, np.full(pinned, G), slots.astype(np.float64) * 1e-6).all()
     pins = np.asarray(space.pins)
     pins[:pinned] = 1
     pins[0:900:100] = 0
@@ -190,7 +191,7 @@ def test_a_run_between_pins_is_found_wherever_it_is(pinned: int) -> None:
 def test_no_pin_hides_among_the_many_small_objects_of_a_window() -> None:
     space = space_of(3000, slots=3001)
     slots = np.arange(3000)
-    assert space.place_many(slots, slots * G, np.full(3000, G), slots * 1e-9).all()
+    assert space.place_many(slots, slots * G, np.full(3000, G), slots.astype(np.float64) * 1e-9).all()
     for slot in range(77, 2500, 150):
         space.pins[slot] = 1
     for slot in range(2500, 3000):
@@ -333,9 +334,12 @@ def test_no_step_touches_more_than_a_bounded_number_of_objects(million: Space, m
     monkeypatch.setattr(WindowSearch, "_survey", counted)
     compared: list[int] = []
     cheapest = WindowSearch._cheapest
-    monkeypatch.setattr(
-        WindowSearch, "_cheapest", lambda self, rows: compared.append(rows.first.size) or cheapest(self, rows)
-    )
+
+    def noted(search: WindowSearch, rows: Any) -> Any:
+        compared.append(rows.first.size)
+        return cheapest(search, rows)
+
+    monkeypatch.setattr(WindowSearch, "_cheapest", noted)
     steps = million.make_room(1_000_000, 300 * MIB, evicted)
     touched = []
     before = 0

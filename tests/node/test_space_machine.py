@@ -6,7 +6,7 @@ take from or that isn't given back, a pinned victim, room that exists and isn't 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import count
 
@@ -178,5 +178,5 @@ class SpaceMachine(RuleBasedStateMachine):
             making.steps.close()
 
 
-TestSpaceMachine: Callable[[], None] = SpaceMachine.TestCase
+TestSpaceMachine = SpaceMachine.TestCase
 TestSpaceMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, derandomize=True)
