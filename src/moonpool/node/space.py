@@ -231,8 +231,11 @@ class Space:
         return self._extents.largest() << GRANULE_SHIFT
 
     def largest_available(self) -> int:
-        """The longest run of free and evictable bytes, soft-protected ones included; rounded down to cells of a
-        65,536th of the pool while more than 16,384 objects are pinned or hard-protected."""
+        """The longest run of free and evictable bytes, soft-protected ones included.
+
+        Rounded down to cells of a 65,536th of the pool while more than 16,384 objects are pinned or hard-protected.
+        Reads the pins of all slots: 0.4 ms a million of them, and 10 ms a million of pinned ones.
+        """
         return self._evictor.largest(HARD) << GRANULE_SHIFT
 
     def _enter(self, slot: int, first: int, granules: int) -> None:
