@@ -80,6 +80,7 @@ class SocketSubscription(_Base):
         super().__init__()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = FrameReader()
+        self._subscribed = False
         channel = Channel(self._sock, timeout_s, lambda channel, reply: None, lambda reply: None)
         try:
             self._sock.connect(str(folder.socket))
@@ -88,9 +89,14 @@ class SocketSubscription(_Base):
             channel.finish(channel.begin(hello))
             # From here on the node pushes: frames are read here, not by the channel.
             self._sock.sendall(encode(m.Subscribe(2, snapshot)))
-        except OSError as error:
+            while not self._subscribed:  # what changes once this has returned is in the feed
+                self._receive()
+        except BaseException as error:
             self._sock.close()
-            raise errors.NodeUnavailable(f"no node answers at {folder.socket} ({error.strerror or error})") from error
+            if isinstance(error, OSError) and not isinstance(error, errors.MoonpoolError):
+                why = error.strerror or error
+                raise errors.NodeUnavailable(f"no node answers at {folder.socket} ({why})") from error
+            raise
 
     def __enter__(self) -> SocketSubscription:
         return self
@@ -99,8 +105,14 @@ class SocketSubscription(_Base):
         try:
             if not select.select([self._sock], [], [], timeout_s)[0]:
                 return
-            data = self._sock.recv(1 << 18)
         except (OSError, ValueError) as error:
+            raise errors.NodeUnavailable(f"the feed broke: {error}") from error
+        self._receive()
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(1 << 18)
+        except OSError as error:
             raise errors.NodeUnavailable(f"the feed broke: {error}") from error
         if not data:
             self._ended = True
@@ -109,6 +121,8 @@ class SocketSubscription(_Base):
             reply = decode_reply(body)
             if isinstance(reply, m.Events):
                 self._events.extend(reply.events)
+            elif isinstance(reply, m.Count):
+                self._subscribed = True
             elif isinstance(reply, m.Refused):
                 raise refusal(reply)
 

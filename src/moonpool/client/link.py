@@ -114,7 +114,7 @@ class SocketLink:
     @property
     def attachment(self) -> Attachment:
         attachment = self._attachment
-        if attachment is None or not attachment.live:
+        if attachment is None or not attachment.live or self._closing:
             self._current()
             attachment = self._attachment
             assert attachment is not None
@@ -123,7 +123,7 @@ class SocketLink:
     def _current(self) -> Channel:
         """The live channel, connecting anew if need be. Raises `NodeUnavailable`, `Closed`."""
         channel = self._channel
-        if channel is not None and channel.broken is None:
+        if channel is not None and channel.broken is None and not self._closing:
             return channel
         with self._state:
             if self._closing:

@@ -210,10 +210,12 @@ class Dispatcher:
         return self._purge_spaces(request.id, spaces, request.older_than_s)
 
     def _purge_spaces(self, request_id: int, spaces: list[Any], older_than_s: float) -> Steps[m.Message]:
-        count = yield from self.node.sweeper.purge(list(spaces), older_than_s)
-        if len(spaces) == len(self._catalogue.spaces.spaces) and not older_than_s:
-            self._catalogue.feed.publish("cleared")
-        self.background(self.node.sweeper.free_purged())
+        try:
+            count = yield from self.node.sweeper.purge(list(spaces), older_than_s)
+            if len(spaces) == len(self._catalogue.spaces.spaces) and not older_than_s:
+                self._catalogue.feed.publish("cleared")
+        finally:  # whatever became of the one who asked, what is invisible is to be freed
+            self.background(self.node.sweeper.free_purged())
         return m.Count(request_id, count)
 
     def _declare(self, session: Session, request: m.Declare) -> m.Message:

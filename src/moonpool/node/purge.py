@@ -34,6 +34,7 @@ class Sweeper:
         catalogue = self.catalogue
         registry = catalogue.spaces
         cut = catalogue.wall() - older_than_s
+        before = self._marks()
         registry.epoch += 1
         for space in spaces:
             if older_than_s > 0:
@@ -45,8 +46,9 @@ class Sweeper:
         registry.save()
         count = 0
         for start in range(0, catalogue.records.slots, SLICE_RECORDS):
-            slots = self._purged(start)
-            count += len(slots)
+            slots = self._purged(start, self._marks())
+            if len(slots):  # what an earlier purge covers, and its sweep hasn't come to, isn't counted twice
+                count += len(slots) - len(self._purged(start, before))
             for slot in slots.tolist():
                 catalogue.hide(slot)
             if len(slots) or start % (8 * SLICE_RECORDS) == 0:
@@ -57,7 +59,7 @@ class Sweeper:
         """Drop what purges made invisible. Ends the purge that it was started for."""
         catalogue = self.catalogue
         for start in range(0, catalogue.records.slots, SLICE_RECORDS):
-            slots = self._purged(start).tolist()
+            slots = self._purged(start, self._marks()).tolist()
             for i, slot in enumerate(slots):
                 if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
                     catalogue.drop(slot, "purged")
@@ -83,16 +85,24 @@ class Sweeper:
         for slot in (np.flatnonzero(soft & ~over)[:SLICE_DROPS] + start).tolist():
             catalogue.protect(slot, 0, 0.0)
 
-    def _purged(self, start: int) -> npt.NDArray[np.int64]:
-        """The slots from `start` on, one slice, that are committed and covered by a purge."""
+    def _marks(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+        """Where purges cut, by key space: the first epoch, and the earliest time, of what they leave."""
         spaces = self.catalogue.spaces.spaces
+        epochs = np.array([space.epoch for space in spaces], np.uint64)
+        return epochs, np.array([space.created_after for space in spaces])
+
+    def _purged(
+        self, start: int, marks: tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]
+    ) -> npt.NDArray[np.int64]:
+        """The slots from `start` on, one slice, that are committed and covered by a purge that cut there."""
         rows = self.catalogue.records.table[start : start + SLICE_RECORDS]
         committed = np.flatnonzero((rows["state"] & 0xFF) == State.COMMITTED)
         if not len(committed):
             return committed
         rows = rows[committed]
         number = (rows["word_and_space"] & 0xFFFF_FFFF).astype(np.int64)
-        epochs = np.array([space.epoch for space in spaces], np.uint64)
-        cuts = np.array([space.created_after for space in spaces])
-        covered = ((rows["epoch"] >> 8) < epochs[number]) | (rows["created"] < cuts[number])
+        epochs, cuts = marks
+        told = np.minimum(number, len(epochs) - 1)  # spaces may have been declared since
+        covered = ((rows["epoch"] >> 8) < epochs[told]) | (rows["created"] < cuts[told])
+        covered &= told == number
         return committed[covered] + start
