@@ -232,6 +232,26 @@ def test_a_pin_that_appears_in_the_window_makes_a_new_plan() -> None:
     check_map(space)
 
 
+def test_small_puts_between_its_steps_dont_break_a_large_reservation() -> None:
+    """Each takes a cold object and pins it, and the coldest are those that the large one is to replace."""
+    space = space_of(60_000, slots=70_000)
+    for slot in range(60_000):
+        space.allocate(slot, G)
+    evicted = Evicted()
+    large = space.make_room(69_999, 20_000 * G, evicted)
+    puts = 0
+    for _ in large:
+        for _ in range(10):
+            slot = 60_000 + puts
+            assert finish(space.make_room(slot, G, lambda victim: None)) >= 0
+            space.pins[slot] = 1
+            puts += 1
+    assert space.size(69_999) == 20_000 * G
+    assert puts > 500
+    assert len(evicted) <= 20_100
+    check_map(space)
+
+
 def test_a_failing_callback_gives_back_what_was_held() -> None:
     space = filled([1] * 4)
 

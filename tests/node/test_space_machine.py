@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import count
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moonpool.node import eviction, windows
 from moonpool.node.space import GRANULE_BYTES, HARD, SOFT, Space
 from moonpool.testing.space_model import SpaceModel, check_map
 
@@ -37,7 +39,16 @@ class SpaceMachine(RuleBasedStateMachine):
     @initialize(frontier=st.integers(0, GRANULES))
     def start(self, frontier: int) -> None:
         now = count(1)
-        # No time for a step: a reservation yields after every victim.
+        # The shortest steps: a reservation yields after a few extents looked at and after every victim.
+        self.patches = [
+            mock.patch.object(windows, "SURVEY_EXTENTS", 4),
+            mock.patch.object(windows, "PIECE_WORK", 1),
+            mock.patch.object(windows, "WALK_MAX", 6),
+            mock.patch.object(eviction, "SURVEY_EXTENTS", 4),
+            mock.patch.object(eviction, "SLOTS_PER_STEP", 16),
+        ]
+        for patch in self.patches:
+            patch.start()
         self.space = Space(GRANULES * GRANULE_BYTES, SLOTS, clock=lambda: float(next(now)), step_s=0.0)
         self.model = SpaceModel(frontier)
         self.unused = list(range(SLOTS))
@@ -96,6 +107,7 @@ class SpaceMachine(RuleBasedStateMachine):
         except StopIteration as end:
             del self.making[slot]
             self.model.hold(slot, 0, 0)
+            assert self.making or not self.space._extents.claimed
             if end.value >= 0:
                 self.model.own(slot, end.value, making.nbytes)
             else:
@@ -112,6 +124,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.making.pop(slot).steps.close()
         self.model.hold(slot, 0, 0)
         self.unused.append(slot)
+        assert self.making or not self.space._extents.claimed
         assert self.space.size(slot) == 0
         assert self.space.pins[slot] == 0
 
@@ -176,6 +189,8 @@ class SpaceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for making in getattr(self, "making", {}).values():
             making.steps.close()
+        for patch in getattr(self, "patches", ()):
+            patch.stop()
 
 
 TestSpaceMachine = SpaceMachine.TestCase

@@ -106,8 +106,9 @@ class Evictor:
             self._check_after = CHECK_GRANULES
         return best
 
-    def window(self, granules: int, limit: int, now: float, durable: bool) -> Generator[None, None, int]:
-        """The first granule of the cheapest window found, or -1 when no run of free and evictable bytes suffices.
+    def window(self, granules: int, limit: int, now: float, durable: bool) -> Generator[None, None, tuple[int, bool]]:
+        """The first granule of the cheapest window found, or -1 when no run of free and evictable bytes suffices; and
+        whether this step has done so much that it should end.
 
         Objects that are pinned, or protected at `limit` or above, are not evictable. Prefers low windows for a
         `durable` object. Yields between steps; valid until extents, pins or protection change.
@@ -119,8 +120,6 @@ class Evictor:
         start = yield from search.around_seeds()
         if start < 0:
             start = yield from self._anywhere(search, granules, limit)
-        if search.surveyed >= SURVEY_EXTENTS // 4:
-            yield
         if self._doubted >= 0:
             shortest, longest = PUT_OFF_GRANULES
             in_vain = start == self._doubted
@@ -128,7 +127,7 @@ class Evictor:
             self._doubted = -1
         if search.overshot:
             self._saved = min(self._saved, OVERSHOOT_PERIOD * OVERSHOOT_SAVED_MAX) - OVERSHOOT_PERIOD
-        return start
+        return start, search.surveyed >= SURVEY_EXTENTS // 4
 
     def largest(self, limit: int) -> int:
         """The longest run of free and evictable granules: exact with up to `BARRIERS_MAX` unevictable objects,

@@ -14,7 +14,9 @@ from moonpool.node.extents import byte_column, float_column, int_column
 # Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
 RINGS: Final = 33
 # 0.4 us each.
-PASSED_OVER_MAX: Final = 128
+PASSED_OVER_MAX: Final = 64
+DRAWS: Final = 32
+DRAW_STRIDE: Final = 1_000_003
 
 
 class Objects:
@@ -26,6 +28,7 @@ class Objects:
 
     __slots__ = (
         "_claimed",
+        "_draw",
         "_next",
         "_previous",
         "_rings",
@@ -65,6 +68,7 @@ class Objects:
             self._next[ring] = self._previous[ring] = ring
         # One bit for each ring that ever held something: few sizes are in use in one pool.
         self.used = 0
+        self._draw = 0
 
     def add(self, slot: int, granules: int, now: float) -> None:
         """Enter a slot as the most recently used of its size."""
@@ -135,7 +139,8 @@ class Objects:
         """Up to `count` evictable slots of a ring, coldest first, outside the ranges that others are clearing.
 
         Those passed over on the way go to the ring's hot end, at most `PASSED_OVER_MAX` at a time: what is pinned
-        for long would else be looked at again by every reservation.
+        for long would else be looked at again by every reservation. If that didn't help while others are clearing,
+        any that are found by a few draws will do.
         """
         following, preceding, pins, level = self._next, self._previous, self.pins, self.level
         ring = self._sentinel + power
@@ -153,7 +158,25 @@ class Objects:
                 preceding[after] = before
                 self._insert(slot, ring)
             slot = after
+        if not found and self._claimed and passed_over:
+            return self._drawn(power, limit, count)
         return found
+
+    def _drawn(self, power: int, limit: int, count: int) -> list[int]:
+        """The coldest of a few evictable slots of a ring drawn from all slots."""
+        found = set()
+        for _ in range(DRAWS):
+            # Any sequence that visits slots all over the table will do.
+            self._draw = (self._draw + DRAW_STRIDE) % self.slots
+            slot = self._draw
+            if (
+                self.length[slot]
+                and self._rings[slot] == power
+                and self.evictable(slot, limit)
+                and not self._is_claimed(slot)
+            ):
+                found.add(slot)
+        return sorted(found, key=self.last_used.__getitem__)[:count]
 
     def _is_claimed(self, slot: int) -> bool:
         first = self.first[slot]

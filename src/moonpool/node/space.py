@@ -165,10 +165,11 @@ class Space:
             offset = self.allocate(slot, nbytes, durable=durable)
             if offset >= 0:
                 return offset
+            pause = False
             for limit in (SOFT, HARD) if soft else (SOFT,):
                 start = self._evictor.quick(granules, limit, self._clock())
                 if start < 0:
-                    start = yield from self._evictor.window(granules, limit, self._clock(), durable)
+                    start, pause = yield from self._evictor.window(granules, limit, self._clock(), durable)
                 if start >= 0:
                     break
             else:
@@ -177,7 +178,7 @@ class Space:
             if victim >= 0 and self._objects.length[victim] == granules and self._objects.evictable(victim, limit):
                 self._replace(victim, slot, granules, evict)
                 return start << GRANULE_SHIFT
-            first = yield from self._clear(slot, start, granules, limit, evict, durable)
+            first = yield from self._clear(slot, start, granules, limit, evict, durable, pause)
             if first >= 0:
                 return first << GRANULE_SHIFT
         return -1
@@ -256,7 +257,14 @@ class Space:
         objects.add(slot, granules, self._clock())
 
     def _clear(
-        self, slot: int, start: int, granules: int, limit: int, evict: Callable[[int], None], durable: bool
+        self,
+        slot: int,
+        start: int,
+        granules: int,
+        limit: int,
+        evict: Callable[[int], None],
+        durable: bool,
+        pause: bool,
     ) -> Generator[None, None, int]:
         """Gather a window from `start` on, extent by extent; the first granule, or -1 if it was broken."""
         extents, objects = self._extents, self._objects
@@ -266,8 +274,13 @@ class Space:
         objects.first[slot] = start
         objects.pins[slot] += 1
         claim = (start, start + granules)
-        complete = False
+        claimed = complete = False
         try:
+            if pause:
+                extents.claimed.append(claim)
+                claimed = True
+                yield
+                deadline = self._clock() + self._step_s
             while stop - start < granules:
                 tag = starts[stop]
                 if tag > 0:
@@ -294,13 +307,14 @@ class Space:
                 if stop - start < granules and (
                     victims % STEP_VICTIMS_MAX == 0 or (victims % self._clock_period == 0 and self._clock() >= deadline)
                 ):
-                    if claim not in extents.claimed:
+                    if not claimed:
                         extents.claimed.append(claim)
+                        claimed = True
                     yield
                     deadline = self._clock() + self._step_s
             complete = True
         finally:
-            if claim in extents.claimed:
+            if claimed:
                 extents.claimed.remove(claim)
             objects.pins[slot] -= 1
             self._held -= stop - start

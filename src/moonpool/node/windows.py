@@ -18,7 +18,8 @@ SEEDS_PER_RING: Final = 4
 FREE_SEEDS: Final = 4
 # Regions with up to this many extents are walked (0.15 us each), others scanned (0.3 ns a granule).
 WALK_MAX: Final = 512
-# Extents read between two yields, 100 us, or 400 where they are walked over; the granules scanned at once, and how many extents that is worth.
+# Extents read between two yields: 100 us, or 400 where they are walked over. The granules scanned at once, and how
+# many extents that is worth.
 SURVEY_EXTENTS: Final = 2048
 SURVEY_GRANULES: Final = 1 << 15
 PIECE_WORK: Final = 128
@@ -81,6 +82,7 @@ class WindowSearch:
         self._durable = durable
         self._overshoot = overshoot
         self._idle_min = 1e-9
+        self._others: tuple[tuple[int, int], ...] = ()
         # For whoever asked: whether the window is an overshooting one, and how many extents were compared.
         self.overshot = False
         self.surveyed = 0
@@ -93,14 +95,25 @@ class WindowSearch:
         """The start of the cheapest window in regions (low, high, where an extent in between starts), or -1."""
         surveys: list[Survey] = []
         self.surveyed = 0
-        for step, batch in enumerate(self._batches(regions)):
-            if step:
-                yield
-            if batch.size:
-                surveys.append(self._survey(batch))
-                self.surveyed += batch.size
-            if self.surveyed >= SURVEY_EXTENTS_MAX:
-                break
+        claimed = self._extents.claimed
+        self._others = tuple(claimed)
+        own: list[tuple[int, int]] = []
+        try:
+            for step, batch in enumerate(self._batches(regions)):
+                if step:
+                    if not own:
+                        # Else others would take what is coldest here meanwhile, and break the window by their pins.
+                        own = [(low, high) for low, high, _ in regions]
+                        claimed.extend(own)
+                    yield
+                if batch.size:
+                    surveys.append(self._survey(batch))
+                    self.surveyed += batch.size
+                if self.surveyed >= SURVEY_EXTENTS_MAX:
+                    break
+        finally:
+            for claim in own:
+                claimed.remove(claim)
         if not self.surveyed:
             return -1
         return self._cheapest(Survey(*map(np.concatenate, zip(*surveys, strict=True))))
@@ -203,7 +216,7 @@ class WindowSearch:
         evicted = np.where(owned, length, 0)
         cost = self._policy.byte_cost(idle) * evicted
         blocked = owned & self._barred(slot)
-        for low, high in self._extents.claimed:
+        for low, high in self._others:
             blocked |= (first >= low) & (first < high)
         last = first + length
         together = self._granules * first.size // (max(1, int(length.sum())) * BEGINNINGS_PER_WINDOW)
