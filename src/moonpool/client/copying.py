@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.probes import ARMED, reach
+
 Bytes = npt.NDArray[np.uint8]
 
 SMALL_BYTES = 64 * 1024
@@ -77,6 +79,8 @@ def _drain(pieces: deque[tuple[Bytes, Bytes]]) -> None:
             target, source = pieces.popleft()
         except IndexError:
             return
+        if ARMED:
+            reach("client-copying")
         np.copyto(target, source)
 
 

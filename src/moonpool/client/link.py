@@ -21,6 +21,7 @@ from moonpool import errors
 from moonpool.client.attachment import Attachment, Prefault
 from moonpool.client.channel import Channel
 from moonpool.folder.folder import Folder, open_file
+from moonpool.probes import ARMED, reach
 from moonpool.wire import messages as m
 from moonpool.wire.versions import FEATURES, Version, boot_id
 
@@ -199,6 +200,8 @@ class SocketLink:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
         self._lock_fd = open_file(self.folder.session(session), os.O_RDONLY)
+        if ARMED:
+            reach("client-unlocked")
         fcntl.lockf(self._lock_fd, fcntl.LOCK_SH)
 
     # ---- calls ---------------------------------------------------------------------------------------------------

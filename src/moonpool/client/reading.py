@@ -18,6 +18,7 @@ from moonpool.client.copying import SMALL_BYTES
 from moonpool.errors import IntegrityError, InvalidRequest
 from moonpool.folder.layout import KEY_BYTES_MAX
 from moonpool.node.checksums import checksum
+from moonpool.probes import ARMED, reach
 from moonpool.status import Status, Statuses
 from moonpool.wire import messages as m
 
@@ -159,6 +160,8 @@ class Reading(Base):
     def _acquire(self, keys: list[bytes], verify: bool) -> tuple[m.Acquired, Attachment]:
         reply, attachment = self.link.exchange(m.Acquire(0, keys, verify))
         assert isinstance(reply, m.Acquired)
+        if ARMED:
+            reach("client-acquired")
         return reply, attachment
 
     def _wrap(self, reply: m.Acquired, attachment: Attachment, arrays: list[Array | None], statuses: Statuses) -> None:
@@ -205,6 +208,8 @@ class Reading(Base):
             if verify:
                 self._check_copies(keys, reply, targets, start, result)
             moved = perf_counter() - queried
+            if ARMED:
+                reach("client-copied")
             if held and not self._still_good(reply, attachment):
                 self._recheck(reply, attachment, start, result)
         finally:

@@ -251,6 +251,8 @@ class Writing(Base):
         self.link.flush()
         reply, attachment = self.link.exchange(request)
         assert isinstance(reply, m.Reserved)
+        if ARMED:
+            reach("client-reserved")
         return Reservations(self, wanted, reply, attachment).attach(request.sizes)
 
     def commit_ids(
@@ -371,6 +373,8 @@ class Writing(Base):
                     begun = self.link.begin_commit(attachment, ids, checksums, transfer_s)
                 if begun is None:
                     return [Status.STALE] * len(ids)
+                if ARMED:
+                    reach("client-commit-sent")
                 reply, _ = self.link.finish(begun)
             except NodeUnavailable:
                 begun = None

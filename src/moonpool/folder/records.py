@@ -27,6 +27,7 @@ from moonpool.folder.layout import (
 )
 from moonpool.folder.mapping import Mapping, reserve_file
 from moonpool.keys.fingerprints import PAIRED_KEY_BYTES, fingerprint, fingerprints48
+from moonpool.probes import ARMED, reach
 
 OVERFLOW_STEP = 256  # overflow entries reserved at a time: 320 KiB, about 0.1 ms
 
@@ -179,6 +180,8 @@ class Records:
             epoch_and_priority,
             key,
         )
+        if ARMED:
+            reach("node-record-body")
         self.words[base] = state | generation << 8 | session << 32
 
     def erase(self, slot: int) -> None:
@@ -255,8 +258,9 @@ class Records:
         good &= ~overflowing | (entry < self.slots)
         paired = key_length == PAIRED_KEY_BYTES
         if paired.any():
-            keys = np.ascontiguousarray(rows["key"].view(np.uint8).reshape(-1, INLINE_KEY_BYTES)[paired, :48])
-            good[paired] &= fingerprints48(keys.tobytes(), len(keys)) == rows["fingerprint"][paired]
+            keys = np.ascontiguousarray(rows["key"][paired]).view(np.uint8).reshape(-1, INLINE_KEY_BYTES)
+            prints = fingerprints48(keys[:, :PAIRED_KEY_BYTES].tobytes(), len(keys))
+            good[paired] &= prints == rows["fingerprint"][paired]
         for row in np.flatnonzero(good & ~paired).tolist():
             slot = int(used[row])
             good[row] = fingerprint(self.key(slot)) == self.words[slot * RECORD_WORDS + Field.FINGERPRINT]

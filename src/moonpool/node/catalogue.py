@@ -20,6 +20,7 @@ from moonpool.node.feed import Feed
 from moonpool.node.keyspaces import KeySpaces
 from moonpool.node.space import Space
 from moonpool.observe.counters import Counters
+from moonpool.probes import ARMED, reach
 from moonpool.wire.messages import ObjectStat, object_id
 
 _SHARD_KEYS = 512
@@ -267,6 +268,8 @@ class Catalogue:
             self.unsummed.append(slot)
         state = words[base]
         words[base] = state ^ (_RESERVED ^ _COMMITTED)
+        if ARMED:
+            reach("node-record-state")
         words[base + _WORD] = self.table.insert(words[base + 3], state >> 8 & GENERATION_MASK) << 32 | number
         self.pins[slot] -= 1
         size = words[base + _SIZE]
@@ -318,6 +321,8 @@ class Catalogue:
         self.counters.evicted_bytes += self.space.size(slot)
         self.counters.victim_age_s.observe(self.wall() - self.floats[slot * RECORD_WORDS + _TOUCHED])
         self._forget(slot, "evicted")
+        if ARMED:
+            reach("node-evicting")
         self.records.erase(slot)
         self.give_slot(slot)
 

@@ -26,6 +26,7 @@ from moonpool.node.roster import Roster
 from moonpool.node.space import Space
 from moonpool.node.store import Store
 from moonpool.observe.counters import Counters
+from moonpool.probes import ARMED, reach
 
 MODES = {"off": Mode.OFF, "read": Mode.READ, "write": Mode.WRITE, "on": Mode.ON}
 RESERVE_WAIT_MAX_S = 5.0
@@ -125,6 +126,8 @@ def open_node(config: NodeConfig, folder: Folder, warn: list[str]) -> Node:
     node = _assemble(config, folder, pool, table, records, identity.pool_id, incarnation)
     if not fresh:
         node.recovered = recover(node)
+    if ARMED:
+        reach("node-recovered")
     folder.table.with_suffix(".part").rename(folder.table)
     return node
 

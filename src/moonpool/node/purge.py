@@ -9,6 +9,7 @@ from moonpool.folder.layout import Flag, Header, State
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.keyspaces import KeySpace
 from moonpool.node.steps import Steps
+from moonpool.probes import ARMED, reach
 
 SLICE_RECORDS = 16_384
 """Records looked at in one step, vectorised: some 200 us."""
@@ -43,7 +44,11 @@ class Sweeper:
                 space.epoch = registry.epoch
         catalogue.purging += 1
         catalogue.table.header[Header.PURGE_EPOCH] = registry.epoch
+        if ARMED:
+            reach("node-purging")
         registry.save()
+        if ARMED:
+            reach("node-purge-saved")
         count = 0
         for start in range(0, catalogue.records.slots, SLICE_RECORDS):
             slots = self._purged(start, self._marks())

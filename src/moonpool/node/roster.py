@@ -16,6 +16,7 @@ from moonpool.folder.layout import State
 from moonpool.node.holds import Holds
 from moonpool.node.sessions import TOKEN_BYTES, Session, Standing
 from moonpool.node.store import SLOT_MASK, Store
+from moonpool.probes import ARMED, reach
 
 LOCK_GRACE_S = 2.0
 """How long after a dead process's file lock has gone its DMA may still write. On an H200, a process killed amid
@@ -61,6 +62,8 @@ class Roster:
             path.unlink(missing_ok=True)
             fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             os.fchmod(fd, 0o644)
+            if ARMED:
+                reach("node-session-file")
             os.write(fd, session.token + session.name.encode())
             self._locks[session.number] = fd
         return session
@@ -89,6 +92,8 @@ class Roster:
             for _ in range(count):
                 catalogue.unpin(slot)
         session.pins = held
+        if ARMED:
+            reach("node-resuming")
         kept: set[int] = set()
         for number_ in reservations:
             slot = number_ & SLOT_MASK

@@ -21,6 +21,7 @@ from moonpool.keys.fingerprints import fingerprint, fingerprints
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.sessions import Session
 from moonpool.node.steps import Steps
+from moonpool.probes import ARMED, reach
 from moonpool.status import Status
 from moonpool.wire import messages as m
 
@@ -90,6 +91,8 @@ class Store:
             statuses[i] = int(slot[0])
             if slot[1]:
                 details[i] = slot[1]
+        if ARMED:
+            reach("node-reserved")
         return m.Reserved(request.id, statuses, ids, offsets, details)
 
     def put_inline(self, session: Session, request: m.PutInline) -> Steps[m.StatusReply]:
@@ -122,6 +125,8 @@ class Store:
             if isinstance(slot, int):
                 offset = words[slot * RECORD_WORDS + 1]
                 pool[offset : offset + size] = value
+                if ARMED:
+                    reach("node-inline-filled")
                 if catalogue.commit(slot, request.checksums[i] if request.checksums else 0):
                     written.append(slot)
                 else:
@@ -154,6 +159,8 @@ class Store:
             catalogue.counters.stale_ids += 1
             statuses.append(_STALE)
         self.touch_chain(written)
+        if ARMED:
+            reach("node-committed")
         return statuses
 
     def abort(self, session: Session, ids: Iterable[int]) -> None:
@@ -269,6 +276,8 @@ class Store:
                 places.append(0)
                 checksums.append(0)
         self.touch_chain(found)
+        if ARMED:
+            reach("node-acquired")
         return m.Acquired(request_id, statuses, ids, offsets, sizes, places, checksums, catalogue.spaces.epoch)
 
     def touch_chain(self, slots: list[int]) -> None:
@@ -293,6 +302,8 @@ class Store:
             catalogue.give_slot(slot)
             return -1
         catalogue.claim(key, slot)
+        if ARMED:
+            reach("node-allocated")
         catalogue.begin(slot, key, print_, catalogue.spaces.number_of(key), offset, size, session.number, now)
         catalogue.counters.reserved_bytes += size
         return slot
@@ -368,6 +379,8 @@ class Store:
                     f"evictable bytes; the rest is pinned, being written or held by readers"
                 )
             now = catalogue.wall()
+            if ARMED:
+                reach("node-made-room")
             try:
                 catalogue.begin(
                     slot,
