@@ -1,0 +1,78 @@
+"""One round trip: acquire one present key, its release pipelined; alone, and beside everything that a node does."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import moonpool
+from moonpool.bench.keys import Keys
+from moonpool.bench.node import run_worker
+from moonpool.wire import messages as m
+
+PROBE_INTERVAL_S = 0.001
+"""A loaded probe asks a thousand times a second, far more often than an engine's scheduler: back to back it would
+take a core of its own, and measure how the system shares cores."""
+BULK_CLIENTS = 2
+SCRAPE_INTERVAL_S = 1.0
+SETTLE_S = 1.5
+
+
+class Probe:
+    """Asks for one small hard-pinned object, over and over."""
+
+    def __init__(self, client: moonpool.Client, name: str) -> None:
+        self.client = client
+        (self.key,) = Keys(name, 1).take(1)
+        client.put(self.key, b"\x5a" * 4096, pin="hard")
+
+    def once(self) -> float:
+        """Seconds from asking to having the pinned extent; the release goes out afterwards, unwaited for."""
+        link = self.client.link
+        begun = perf_counter()
+        reply, attachment = link.exchange(m.Acquire(0, [self.key], False))
+        taken = perf_counter() - begun
+        assert isinstance(reply, m.Acquired)
+        link.release(attachment, [number for number in reply.ids if number])
+        return taken
+
+    def sample(self, count: int, interval_s: float = 0.0) -> list[float]:
+        """`count` samples, `interval_s` between the end of one and the start of the next."""
+        samples = []
+        for _ in range(count):
+            samples.append(self.once())
+            if interval_s:
+                time.sleep(interval_s)
+        return samples
+
+    def close(self) -> None:
+        self.client.remove(self.key, force=True)
+
+
+@contextmanager
+def load(url: str, metrics_url: str | None, pool_bytes: int) -> Iterator[None]:
+    """Two clients that put and get 2 MB objects without a pause, and a scrape of the metrics a second."""
+    jobs = [["bulk", url, str(pool_bytes // 8)] for _ in range(BULK_CLIENTS)]
+    if metrics_url is not None:
+        jobs.append(["scrape", metrics_url, str(SCRAPE_INTERVAL_S)])
+    workers = [run_worker(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for job in jobs]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+        time.sleep(SETTLE_S)
+        yield
+        for worker in workers:
+            if worker.poll() is not None:
+                raise RuntimeError("a process of the load ended early; the figures are not those of a loaded node")
+    finally:
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+        for worker in workers:
+            worker.wait(30)
+            assert worker.stdout is not None
+            worker.stdout.close()
