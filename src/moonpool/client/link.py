@@ -277,7 +277,7 @@ class SocketLink:
         while dropped:
             ids: dict[Attachment, list[int]] = {}
             with contextlib.suppress(IndexError):
-                while True:
+                for _ in range(m.KEYS_MAX):
                     attachment, number = dropped.popleft()
                     ids.setdefault(attachment, []).append(number)
             for attachment, numbers in ids.items():

@@ -84,6 +84,11 @@ class Folder:
         self.sessions.mkdir(exist_ok=True)
         os.chmod(self.sessions, 0o755 if mode & 0o007 else 0o750 if mode & 0o070 else 0o700)
 
+    def forget(self) -> None:
+        """Remove what an earlier pool left: records, key spaces, session files. Mappings of its pool stay valid."""
+        for path in (self.records, self.spaces, *self.sessions.iterdir()):
+            path.unlink(missing_ok=True)
+
     def check(self) -> None:
         """Client side: refuse a folder that is a link or that strangers may have written to. Changes nothing."""
         try:

@@ -15,11 +15,12 @@ import msgspec
 import uvloop
 
 from moonpool.config import NodeConfig, check_fits
-from moonpool.errors import FolderError
+from moonpool.errors import ConfigError, FolderError
 from moonpool.folder.folder import Folder
 from moonpool.folder.mapping import TOUCH_CHUNK_BYTES, reserve_file
 from moonpool.folder.records import Records
 from moonpool.node.node import Node, open_node
+from moonpool.node.scheduling import prefer_latency
 from moonpool.node.server import ChecksumProcess, Server
 from moonpool.observe.http import MetricsServer
 
@@ -61,6 +62,7 @@ def run(config: NodeConfig, on_progress: Report | None = None) -> None:
         for warning in warnings:
             log.warning("%s", warning)
         gc.freeze()
+        prefer_latency()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, folder, node, on_progress or (lambda progress: None)))
     finally:
@@ -93,6 +95,27 @@ async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Report)
     report(Progress("serving", 0, config.pool_bytes, node.recovered))
     preparation = Preparation(config, folder, server, report)
     preparation.start()
+
+    def replace() -> None:
+        """A process that is silent and lives holds the old pool: leave it to that, and go on with a fresh one."""
+        nonlocal preparation
+        try:
+            check_fits(config.pool_bytes, config.dir)
+        except ConfigError as error:
+            server.on_stuck = None
+            log.error("silent sessions hold the pool, and there is no memory for a second one: %s", error)
+            return
+        names = ", ".join(session.name for session in server.node.roster.silent)
+        log.warning("%s did not come back within %.0f s: starting a fresh pool", names, config.reconnect_grace_s)
+        preparation.stop()
+        checksums.stop()
+        folder.forget()
+        server.use(open_node(config, folder, []))
+        checksums.start()
+        preparation = Preparation(config, folder, server, report)
+        preparation.start()
+
+    server.on_stuck = replace
     try:
         await stop.wait()
     finally:

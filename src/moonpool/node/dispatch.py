@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from moonpool.errors import ReadOnly
+from moonpool.errors import InvalidRequest, ReadOnly
 from moonpool.folder.layout import RECORD_WORDS, Mode
 from moonpool.node.node import RESERVE_WAIT_MAX_S, Node
 from moonpool.node.sessions import Session
@@ -67,6 +67,9 @@ class Dispatcher:
 
     def serve(self, session: Session, request: m.Message) -> m.Message | Steps[m.Message] | None:
         """Start one request. Raises `MoonpoolError` where it is refused as a whole."""
+        names = getattr(request, "keys", None) or getattr(request, "ids", ())
+        if len(names) > m.KEYS_MAX:
+            raise InvalidRequest(f"{len(names)} keys or ids in a message exceed the limit of {m.KEYS_MAX}; send fewer")
         if session.read_only and isinstance(request, _WRITES):
             raise ReadOnly(f"{type(request).__name__.lower()} on a session opened read-only")
         return self._handlers[type(request)](session, request)

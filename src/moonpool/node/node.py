@@ -105,7 +105,7 @@ def open_node(config: NodeConfig, folder: Folder, warn: list[str]) -> Node:
     file_mode = config.folder_mode & 0o666
     if fresh:
         identity = Identity(secrets.token_bytes(16), config.pool_bytes, config.slots, 0)
-        folder.spaces.unlink(missing_ok=True)
+        folder.forget()
         os.close(create_file(folder.pool, config.pool_bytes, file_mode, config.group))
         fd = create_file(folder.records, Records.file_bytes(config.slots), 0o600)
         reserve_file(fd, 0, Records.reserved_bytes(config.slots), folder.records)

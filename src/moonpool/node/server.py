@@ -45,14 +45,18 @@ class Server:
         self._listener: socket.socket | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
+        self.on_stuck: Callable[[], None] | None = None
+        """Called when silent sessions of an earlier incarnation leave no space for longer than the stated bound."""
         self.use(node)
 
     def use(self, node: Node) -> None:
-        """Serve this node from now on (at the start, and when a pool is replaced)."""
+        """Serve this node from now on (at the start, and when a pool is replaced): all clients have to come anew."""
         self.node = node
         self.dispatcher = Dispatcher(node, self.background)
         self._current.clear()
         node.roster.on_end.append(self._session_ended)
+        for connection in list(self.connections):
+            connection.forget()
 
     # ---- listening -----------------------------------------------------------------------------------------------
 
@@ -158,6 +162,17 @@ class Server:
         self.node.roster.tick()
         self.node.sweeper.sweep_once()
         self.node.catalogue.counters.step(perf_counter() - begun)
+        if self.on_stuck is not None and self._stuck():
+            self.on_stuck()
+
+    def _stuck(self) -> bool:
+        """Whether a silent living process keeps the pool from taking anything new, for longer than the bound."""
+        node = self.node
+        return (
+            node.roster.barrier is not None
+            and node.catalogue.counters.no_space > 0
+            and node.store.clock() - node.roster.barrier_since > node.config.reconnect_grace_s
+        )
 
     def stop(self) -> None:
         """Close the socket and all connections. What living clients hold stays theirs for the next node."""

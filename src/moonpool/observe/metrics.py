@@ -43,6 +43,7 @@ _GAUGES = {
     "feed_subscribers": "Readers of the feed",
     "purge_epoch": "Purges so far, plus one",
     "loop_step_max_s": "Longest step of the node's loop so far, seconds",
+    "loop_step_cpu_max_s": "Longest step of the node's loop so far in processor time, seconds",
     "uptime_s": "Seconds since the node started",
 }
 _COUNTERS = {

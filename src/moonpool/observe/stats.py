@@ -83,6 +83,7 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     feed_subscribers: int
     purge_epoch: int
     loop_step_max_s: float
+    loop_step_cpu_max_s: float
     latencies: list[Latency]
     options: dict[str, Setting] = {}
     """The node's options as they stand, and where each was set."""
@@ -145,6 +146,7 @@ def node_stats(node: Node) -> NodeStats:
         feed_subscribers=len(catalogue.feed.subscribers),
         purge_epoch=catalogue.spaces.epoch,
         loop_step_max_s=counters.loop_step_max_s,
+        loop_step_cpu_max_s=counters.loop_step_cpu_max_s,
         latencies=[
             Latency(
                 operation=operation,
