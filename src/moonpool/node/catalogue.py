@@ -66,6 +66,8 @@ class Catalogue:
         self.live = 0
         """Committed objects that are visible."""
         self.doomed = 0
+        self.forgotten = 0
+        """Counts objects that ceased to be visible: whoever paused looks whether any did meanwhile."""
         self.has_expiry = False
         """Whether any object has a TTL (spares everybody else the look)."""
         self.purging = 0
@@ -380,6 +382,7 @@ class Catalogue:
         space.objects -= 1
         space.live_bytes -= size
         self.live -= 1
+        self.forgotten += 1
         if words[base + _FLAGS] & _PROTECTED:
             self.protected_bytes -= size
             self.space.protect(slot, 0)

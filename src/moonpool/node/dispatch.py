@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from time import perf_counter
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ LIST_MAX = 4096
 LIST_SLOTS = 2048
 """Slots looked at in one step of a listing."""
 
-Handler = Callable[[Session, Any], "m.Message | Steps[m.Message] | None"]
+Handler = Callable[[Session, Any], "m.Message | Steps[Any] | None"]
 _WRITES = (m.Reserve, m.PutInline, m.Commit, m.Abort, m.Remove, m.Pin, m.Clear, m.Purge)
 
 
@@ -67,7 +67,7 @@ class Dispatcher:
 
     def serve(self, session: Session, request: m.Message) -> m.Message | Steps[m.Message] | None:
         """Start one request. Raises `MoonpoolError` where it is refused as a whole."""
-        names = getattr(request, "keys", None) or getattr(request, "ids", ())
+        names: Sized = getattr(request, "keys", ()) or getattr(request, "ids", ())
         if len(names) > m.KEYS_MAX:
             raise InvalidRequest(f"{len(names)} keys or ids in a message exceed the limit of {m.KEYS_MAX}; send fewer")
         if session.read_only and isinstance(request, _WRITES):
@@ -199,7 +199,7 @@ class Dispatcher:
         keys = request.groups[0].keys if request.groups else []
         return self._timed("match", "query", keys, self.node.holds.match(session, request))
 
-    def _adopt(self, session: Session, request: m.Adopt) -> m.Message:
+    def _adopt(self, session: Session, request: m.Adopt) -> Steps[m.Acquired]:
         return self.node.holds.adopt(session, request)
 
     def _release_hold(self, session: Session, request: m.ReleaseHold) -> m.Message:

@@ -41,6 +41,7 @@ class Holds:
         if len(self.by_name) >= HOLDS_MAX:
             raise InvalidRequest(f"{HOLDS_MAX} holds are taken already; release those that have ended")
         slots: list[list[int]] = []
+        removals = self.store.catalogue.forgotten
         for group in request.groups:
             found: list[int] = []
             slots.append(found)
@@ -48,10 +49,10 @@ class Holds:
                 if start:
                     yield None
                 found += map(self.store.visible_slot, group.keys[start : start + SLICE_KEYS])
-        return self._hold(session, request, slots)
+        return self._hold(session, request, slots, changed=self.store.catalogue.forgotten != removals)
 
-    def _hold(self, session: Session, request: m.Match, slots: Sequence[list[int]]) -> m.Matched:
-        """The second half, in one step: what was found above may have gone meanwhile, so each is looked at again."""
+    def _hold(self, session: Session, request: m.Match, slots: Sequence[list[int]], *, changed: bool) -> m.Matched:
+        """The second half, in one step: where objects have gone since they were found, each is looked at again."""
         known = self.by_name.get(request.hold)
         if known is not None:
             return m.Matched(request.id, known.length, False)
@@ -59,10 +60,11 @@ class Holds:
         rules = [(RULES[group.rule], group.window, group.step) for group in request.groups]
         present = []
         for group, found in zip(request.groups, slots, strict=True):
-            still = [
-                slot >= 0 and self.store.visible_slot(key) == slot for key, slot in zip(group.keys, found, strict=True)
-            ]
-            present.append(np.array(still, np.bool_))
+            if changed:
+                for i, key in enumerate(group.keys):
+                    if found[i] >= 0 and self.store.visible_slot(key) != found[i]:
+                        found[i] = -1
+            present.append(np.array(found, np.int64) >= 0)
         length = longest(rules, present)
         if not length:
             return m.Matched(request.id, 0, False)
@@ -77,10 +79,24 @@ class Holds:
         self.store.touch_chain(held)
         return m.Matched(request.id, length, True)
 
-    def adopt(self, session: Session, request: m.Adopt) -> m.Acquired:
-        """Pin for `session` what a hold holds, in the hold's order; an unknown hold gives an empty answer."""
+    def adopt(self, session: Session, request: m.Adopt) -> Steps[m.Acquired]:
+        """Pin for `session` what a hold holds, in the hold's order; an unknown hold gives an empty answer.
+
+        Where the hold ends in the middle of a long one, the rest are misses.
+        """
         hold = self.by_name.get(request.hold)
-        return self.store.acquire_slots(session, request.id, hold.slots if hold else [])
+        if hold is None:
+            return self.store.acquire_slots(session, request.id, [])
+        reply = self.store.acquire_slots(session, request.id, hold.slots[:SLICE_KEYS])
+        for start in range(SLICE_KEYS, len(hold.slots), SLICE_KEYS):
+            yield None
+            slots = hold.slots[start : start + SLICE_KEYS]
+            if self.by_name.get(request.hold) is not hold:
+                slots = [-1] * len(slots)
+            more = self.store.acquire_slots(session, request.id, slots)
+            for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
+                getattr(reply, name).extend(getattr(more, name))
+        return reply
 
     def release(self, name: str) -> bool:
         """End a hold, whoever made it. False where there is none of that name (it may have been released)."""

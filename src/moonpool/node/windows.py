@@ -16,6 +16,9 @@ Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 # Where windows are looked for: around the coldest objects of each size, and the longest free runs.
 SEEDS_PER_RING: Final = 4
 FREE_SEEDS: Final = 4
+# How many extents the regions around seeds may have, by samples, and if it is more with the first.
+SEEDED_EXTENTS_MAX: Final = 8192
+SAMPLE_GRANULES: Final = 4096
 # Regions with up to this many extents are walked (0.15 us each), others scanned (0.3 ns a granule).
 WALK_MAX: Final = 512
 # Extents read between two yields: 100 us, or 400 where they are walked over. The granules scanned at once, and how
@@ -134,25 +137,41 @@ class WindowSearch:
         return -1
 
     def _seeds(self) -> list[tuple[int, int, int]]:
-        """Where to look: ascending ranges of granules, apart from each other, each with one extent's start in it."""
-        objects, granules, frontier = self._objects, self._granules, self._extents.frontier
-        seeds = self._extents.long_runs(FREE_SEEDS)
-        longest_idle = 0.0
-        for power in objects.powers():
-            for slot in objects.coldest(power, self._limit, SEEDS_PER_RING):
-                seeds.append((objects.first[slot], objects.length[slot]))
-                longest_idle = max(longest_idle, self._now - objects.last_used[slot])
-        self._idle_min = max(self._idle_min, longest_idle * IDLE_RESOLUTION)
+        """Where to look: ascending ranges of granules, apart from each other, each with one extent's start in it.
+
+        All seeds where extents are few; among many small ones only around the coldest, as others can't be given
+        what is being looked at.
+        """
+        granules, frontier = self._granules, self._extents.frontier
         regions: list[tuple[int, int, int]] = []
-        for first, length in sorted(seeds):
+        expected = 0
+        for _, first, length in sorted(self._ranked_seeds()):
             low = max(0, first - granules)
             high = min(first + (granules if length < granules else 1), frontier)
-            if regions and low <= regions[-1][1]:
-                before = regions[-1]
-                regions[-1] = (before[0], max(high, before[1]), before[2])
+            sample = self._extents.starts_array[low : min(low + SAMPLE_GRANULES, high)]
+            expected += int(np.count_nonzero(sample)) * (high - low) // sample.size
+            if regions and expected > SEEDED_EXTENTS_MAX:
+                break
+            regions.append((low, high, first))
+        regions.sort()
+        apart: list[tuple[int, int, int]] = []
+        for low, high, inside in regions:
+            if apart and low <= apart[-1][1]:
+                apart[-1] = (apart[-1][0], max(high, apart[-1][1]), apart[-1][2])
             else:
-                regions.append((low, high, first))
-        return regions
+                apart.append((low, high, inside))
+        return apart
+
+    def _ranked_seeds(self) -> Iterator[tuple[float, int, int]]:
+        """(last used, first granule, length): a long free run comes before every object, a short one after."""
+        objects = self._objects
+        for first, length in self._extents.long_runs(FREE_SEEDS):
+            yield (-np.inf if length * FREE_SEEDS >= self._granules else np.inf), first, length
+        for power in objects.powers():
+            for slot in objects.coldest(power, self._limit, SEEDS_PER_RING):
+                last_used = objects.last_used[slot]
+                self._idle_min = max(self._idle_min, (self._now - last_used) * IDLE_RESOLUTION)
+                yield last_used, objects.first[slot], objects.length[slot]
 
     def _batches(self, regions: list[tuple[int, int, int]]) -> Iterator[NDArray[np.int64]]:
         """Where the extents in these regions start, as many at a time as one step allows."""
