@@ -38,22 +38,19 @@ def measure(python: Path, scale: Scale, progress: Progress) -> dict[str, Any]:
     script, port = mooncake_peer.__file__, free_port()
     with progress("Mooncake beside it", None), ExitStack() as stack:
         master = [str(python.parent / "mooncake_master"), f"-port={port}", f"-metrics_port={free_port()}"]
-        _start(stack, master)
+        _start(stack, master, output=subprocess.DEVNULL)
         time.sleep(MASTER_START_S)
-        arguments = [str(python), script, "provide", str(port), json.dumps(plan)]
-        provider = _start(stack, arguments)
-        _ready(provider)
-        reader = _start(stack, [str(python), script, "measure", str(port), json.dumps(plan)])
-        result: dict[str, Any] = json.loads(_ready(reader))
+        # Isolated: the folder of the script has a module of their package's name.
+        command, rest = [str(python), "-I", script], [str(port), json.dumps(plan)]
+        _ready(_start(stack, [*command, "provide", *rest]))
+        result: dict[str, Any] = json.loads(_ready(_start(stack, [*command, "measure", *rest])))
         return result
 
 
-def _start(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
+def _start(stack: ExitStack, command: list[str], output: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start a process that ends with `stack`. It logs much to standard error, which nobody wants."""
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, text=True)
     except OSError as error:
         raise MoonpoolError(f"--peer mooncake: {command[0]} can't be started: {error.strerror}") from error
 
@@ -66,9 +63,8 @@ def _start(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
 
 
 def _ready(process: subprocess.Popen[str]) -> str:
-    """The line of the peer's that is for us: it may print others."""
-    output = cast("IO[str]", process.stdout)
-    while line := output.readline():
-        if line.startswith(mooncake_peer.MARK):
-            return line.removeprefix(mooncake_peer.MARK)
-    raise MoonpoolError("--peer mooncake: it ended early; try the interpreter with `import mooncake.store`")
+    """The peer's next line."""
+    line = cast("IO[str]", process.stdout).readline()
+    if not line:
+        raise MoonpoolError("--peer mooncake: it ended early; try the interpreter with `import mooncake.store`")
+    return line
