@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ class Copier:
         self.threads = max(1, threads if threads is not None else min(4, available))
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        _copiers.add(self)
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
         """Copy each (target, source) pair of equally long slices. When it returns or raises (interrupts too), no
@@ -62,7 +64,7 @@ class Copier:
             executor.shutdown(wait=True)
 
     def after_fork(self) -> None:
-        """In a forked child: the threads are the parent's; start afresh when needed."""
+        """In a forked child: the threads are the parent's; new ones are started when needed."""
         self._lock = threading.Lock()
         self._executor = None
 
@@ -95,3 +97,14 @@ def _settle(helpers: Sequence[Future[None]]) -> None:
                 interrupted = error
     if interrupted is not None:
         raise interrupted
+
+
+_copiers: weakref.WeakSet[Copier] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for copier in list(_copiers):
+        copier.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
