@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("moonpool.testing.conformance", "moonpool.testing.space_model")
-
 import moonpool
-from moonpool.testing.node import RunningNode, running_node
+from moonpool.testing.node import RunningNode, eventually, running_node
+
+pytest.register_assert_rewrite("moonpool.testing.conformance", "moonpool.testing.space_model")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def client(shared_node: RunningNode) -> Iterator[moonpool.Client]:
     with shared_node.connect() as client:
         client.set_mode("on")
         client.clear()
+        eventually(lambda: client.stats().live_bytes == 0, "the pool is empty")
         yield client
 
 

@@ -12,8 +12,8 @@ from moonpool.testing.conformance import ClientConformance
 
 class TestOverASocket(ClientConformance):
     @pytest.fixture
-    def client(self, client: moonpool.Client) -> Iterator[moonpool.Client]:
-        yield client
+    def client(self, client: moonpool.Client) -> moonpool.Client:
+        return client
 
 
 class TestEmbedded(ClientConformance):

@@ -112,15 +112,32 @@ class Channel:
                     raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s")
                 event.clear()
         except BaseException:
-            pending.abandoned = True
-            if pending.reply is not None:
-                self._unwanted(pending.reply)
+            self.abandon(pending)
+            self._pass_on()  # it may have been our turn to read
             raise
         self._waiting.pop(pending.number, None)
         reply = pending.reply
         if isinstance(reply, m.Refused):
             raise refusal(reply)
         return reply
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody asks for this reply any more: what it gives is given back, now or when it comes."""
+        pending.abandoned = True
+        self._give_up(pending)
+
+    def collect(self) -> None:
+        """Read what has come, unless somebody else does, if it may be replies that nobody asks for any more."""
+        if not any(pending.abandoned for pending in list(self._waiting.values())):
+            return
+        if self._reading.acquire(blocking=False):
+            try:
+                self._receive(socket.MSG_DONTWAIT)
+            except errors.RequestTimeout:
+                pass
+            finally:
+                self._reading.release()
+                self._pass_on()
 
     def fail(self, why: str) -> None:
         """The connection is over: wake everybody who waits on it."""
@@ -143,35 +160,41 @@ class Channel:
         while mine.reply is None:
             if self.broken is not None:
                 raise errors.NodeUnavailable(self.broken)
-            try:
-                data = self.sock.recv(RECEIVE_BYTES)
-            except BlockingIOError as error:
-                raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s") from error
-            except OSError as error:
-                self.fail(f"the connection to the node broke ({error.strerror or error})")
-                continue
-            if not data:
-                self.fail("the node closed the connection")
-                continue
-            try:
-                for body in self._frames.feed(data):
-                    self._deliver(decode_reply(body))
-            except errors.ProtocolError as error:
-                self.fail(str(error))
+            self._receive()
+
+    def _receive(self, flags: int = 0) -> None:
+        """Take in what has come, with `_reading` held. Raises `RequestTimeout` where nothing comes."""
+        try:
+            data = self.sock.recv(RECEIVE_BYTES, flags)
+        except BlockingIOError as error:
+            raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s") from error
+        except OSError as error:
+            self.fail(f"the connection to the node broke ({error.strerror or error})")
+            return
+        if not data:
+            self.fail("the node closed the connection")
+            return
+        try:
+            for body in self._frames.feed(data):
+                self._deliver(decode_reply(body))
+        except errors.ProtocolError as error:
+            self.fail(str(error))
 
     def _deliver(self, reply: m.Message) -> None:
         pending = self._waiting.get(reply.id)
         if pending is None:
             return
-        wanted = not pending.abandoned
         self._arrived(self, reply)
-        if not wanted:
-            self._waiting.pop(reply.id, None)
-            self._unwanted(reply)
-            return
         pending.reply = reply
-        if pending.event is not None:
+        if pending.abandoned:
+            self._give_up(pending)
+        elif pending.event is not None:
             pending.event.set()
+
+    def _give_up(self, pending: Pending) -> None:
+        """Give back what an abandoned reply gives, once: whichever comes later, the reply or its abandonment."""
+        if pending.reply is not None and self._waiting.pop(pending.number, None) is not None:
+            self._unwanted(pending.reply)
 
     def _pass_on(self) -> None:
         """Let another thread that waits take the reader's part."""

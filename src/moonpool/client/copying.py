@@ -47,8 +47,10 @@ class Copier:
             for start in range(0, len(target), PIECE_BYTES):
                 pieces.append((target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES]))
         executor = self._pool()
-        helpers = [executor.submit(_drain, pieces) for _ in range(min(self.threads, len(pieces)) - 1)]
+        helpers: list[Future[None]] = []
         try:
+            for _ in range(min(self.threads, len(pieces)) - 1):
+                helpers.append(executor.submit(_drain, pieces))
             _drain(pieces)
         finally:
             pieces.clear()

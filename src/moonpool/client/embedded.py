@@ -73,6 +73,11 @@ class EmbeddedLink:
     def finish(self, begun: Begun) -> Begun:
         return begun
 
+    def abandon(self, begun: Begun) -> None:
+        reply, attachment = begun
+        if isinstance(reply, m.Reserved):
+            self.abort(attachment, [number for number in reply.ids if number])
+
     def begin_commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
     ) -> Begun | None:

@@ -56,6 +56,9 @@ class Link(Protocol):
 
     def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
 
+    def abandon(self, begun: Begun) -> None:
+        """Nobody asks for this reply any more: what it gives is given back."""
+
     def begin_commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
     ) -> Begun | None:
@@ -229,6 +232,10 @@ class SocketLink:
         channel, pending = begun
         return channel.finish(pending), channel.attachment
 
+    def abandon(self, begun: Begun) -> None:
+        channel, pending = begun
+        channel.abandon(pending)
+
     def begin_commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
     ) -> Begun | None:
@@ -249,11 +256,9 @@ class SocketLink:
                 return
             pins = self._pins
             for number in ids:
-                left = pins[number] - 1
-                if left:
+                left = pins.pop(number, 0) - 1  # 0: the node has lost it meanwhile, and told us
+                if left > 0:
                     pins[number] = left
-                else:
-                    del pins[number]
             self._send(m.Release(0, ids, transfer_s))
 
     def abort(self, attachment: Attachment, ids: list[int]) -> None:
@@ -327,6 +332,8 @@ class SocketLink:
                 gone = True
             if gone:
                 channel.fail("the node closed the connection")
+            else:
+                channel.collect()
         if channel.broken is not None:
             self._lost(channel)
         self.flush()

@@ -306,40 +306,47 @@ class Writing(Base):
         ]
         asked = perf_counter()
         begun: Begun | None = self.link.begin(requests[0])
-        for at, batch in enumerate(batches):
-            reply, attachment = self._finish_reserve(begun, requests[at])
-            begun = None
-            reserved = perf_counter()
-            _note(result, batch.places, reply.statuses, reply.details)
-            ids = [number for number in reply.ids if number]
-            if ARMED:
-                reach("client-reserved")
-            try:
-                pool = attachment.pool.bytes
-                self.copier.copy(
-                    [
-                        (pool[offset : offset + len(value)], np.frombuffer(value, np.uint8))
-                        for number, offset, value in zip(reply.ids, reply.offsets, batch.values, strict=True)
-                        if number
-                    ]
-                )
-            except BaseException:
-                self.link.abort(attachment, ids)
-                raise
-            if ARMED:
-                reach("client-filled")
-            copied = perf_counter()
-            own = [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number] if sums else []
-            commit = self._begin_commit(attachment, ids, own, copied - reserved) if ids else None
-            if at + 1 < len(batches):
+        try:
+            for at, batch in enumerate(batches):
+                ahead, begun = begun, None
+                reply, attachment = self._finish_reserve(ahead, requests[at])
+                reserved = perf_counter()
+                _note(result, batch.places, reply.statuses, reply.details)
+                ids = [number for number in reply.ids if number]
+                self._fill(batch, reply, attachment, ids)
+                copied = perf_counter()
+                own = [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number] if sums else []
+                commit = self._begin_commit(attachment, ids, own, copied - reserved) if ids else None
                 asked_next = perf_counter()
-                begun = self._begin_quietly(requests[at + 1])
-            statuses = self._finish_commit(attachment, ids, own, copied - reserved, commit) if ids else []
-            _note(result, [i for i, number in zip(batch.places, reply.ids, strict=True) if number], statuses, {})
-            if log.isEnabledFor(logging.DEBUG):
-                _log_put("put", batch, reserved - asked, copied - reserved, perf_counter() - copied)
-            if at + 1 < len(batches):
+                if at + 1 < len(batches):
+                    begun = self._begin_quietly(requests[at + 1])
+                statuses = self._finish_commit(attachment, ids, own, copied - reserved, commit) if ids else []
+                _note(result, [i for i, number in zip(batch.places, reply.ids, strict=True) if number], statuses, {})
+                if log.isEnabledFor(logging.DEBUG):
+                    _log_put("put", batch, reserved - asked, copied - reserved, perf_counter() - copied)
                 asked = asked_next
+        finally:
+            if begun is not None:
+                self.link.abandon(begun)
+
+    def _fill(self, batch: _Batch, reply: m.Reserved, attachment: Attachment, ids: list[int]) -> None:
+        """Copy a batch's values into their extents; gives those back where that is interrupted."""
+        if ARMED:
+            reach("client-reserved")
+        try:
+            pool = attachment.pool.bytes
+            self.copier.copy(
+                [
+                    (pool[offset : offset + len(value)], np.frombuffer(value, np.uint8))
+                    for number, offset, value in zip(reply.ids, reply.offsets, batch.values, strict=True)
+                    if number
+                ]
+            )
+        except BaseException:
+            self.link.abort(attachment, ids)
+            raise
+        if ARMED:
+            reach("client-filled")
 
     def _begin_quietly(self, request: m.Message) -> Begun | None:
         """Send ahead; where that fails, the request is sent again when its reply is wanted."""
@@ -365,6 +372,16 @@ class Writing(Base):
             return None
 
     def _finish_commit(
+        self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float, begun: Begun | None
+    ) -> list[Status]:
+        """Where no answer is to be had, the extents are given back: committed ones stay what they are."""
+        try:
+            return self._commit(attachment, ids, checksums, transfer_s, begun)
+        except BaseException:
+            self.link.abort(attachment, ids)
+            raise
+
+    def _commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float, begun: Begun | None
     ) -> list[Status]:
         for left in reversed(range(TRIES_MAX)):

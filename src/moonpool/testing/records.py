@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.folder.folder import Folder
-from moonpool.folder.layout import HEADER_BYTES, State
-from moonpool.folder.records import RECORD_DTYPE, Records
+from moonpool.folder.layout import GENERATION_MASK, HEADER_BYTES, INLINE_KEY_BYTES, State
+from moonpool.folder.records import KEY_LENGTH_SHIFT, LENGTH_MASK, RECORD_DTYPE, Records
 
 GRANULE_BYTES = 4096
 
@@ -24,6 +24,8 @@ class Extent:
     session: int
     offset: int
     size: int
+    key: bytes
+    """Its first 64 bytes."""
 
     @property
     def end(self) -> int:
@@ -46,9 +48,16 @@ def extents(folder: Path) -> list[Extent]:
     for slot in np.flatnonzero(table["state"] & 0xFF).tolist():
         row = table[slot]
         word = int(row["state"])
+        length = min(int(row["flags"]) >> KEY_LENGTH_SHIFT & LENGTH_MASK, INLINE_KEY_BYTES)
         found.append(
             Extent(
-                slot, State(word & 0xFF), word >> 8 & 0xFF_FFFF, word >> 32, int(row["offset"]), int(row["size"])
+                slot=slot,
+                state=State(word & 0xFF),
+                generation=word >> 8 & GENERATION_MASK,
+                session=word >> 32,
+                offset=int(row["offset"]),
+                size=int(row["size"]),
+                key=row["key"].tobytes()[:length],
             )
         )
     return sorted(found, key=lambda extent: extent.offset)

@@ -77,7 +77,8 @@ class SpaceModel:
         assert space.largest_available() == self.longest_run(HARD) * GRANULE_BYTES, "the longest available run"
         oldest = list(space.oldest())
         assert sorted(oldest) == sorted(self.order), "objects in the order of use"
-        assert self.passed_over or oldest == self.order, "the order of use"
+        times = [space.last_used(slot) for slot in oldest]
+        assert self.passed_over or times == [space.last_used(slot) for slot in self.order], "the order of use"
 
     def _take(self, slot: int, offset: int, nbytes: int) -> None:
         assert offset >= 0, "an extent before the pool"
