@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def demo(
     if dtype not in TOLERANCE:
         raise ConfigError(f"option 'dtype': {dtype!r} is not one of {', '.join(TOLERANCE)}")
     settings = Settings(dtype=dtype)
+    # So that the node and the worker go too, as they do on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _progress() as watch:
         result = run_demo(settings.quick() if quick else settings, url, watch)
     if json:
