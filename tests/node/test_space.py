@@ -101,6 +101,16 @@ def test_small_and_durable_objects_are_placed_apart_from_large_ones() -> None:
     assert space.allocate(3, 1000 * G) == 8000 * G
 
 
+def test_windows_for_durable_objects_are_low_ones_unless_that_costs_much() -> None:
+    for durable, victims in ((False, [8, 9]), (True, [0, 1])):
+        space = space_of(3000)
+        for slot in reversed(range(10)):
+            space.place(slot, slot * 300 * G, 300 * G, last_used=(9 - slot) * 1e-9)
+        evicted = Evicted()
+        finish(space.make_room(20, 600 * G, evicted, durable=durable))
+        assert evicted == victims
+
+
 def test_misuse_is_refused_before_anything_changes() -> None:
     space = space_of(10)
     space.allocate(0, G)
@@ -232,22 +242,29 @@ def test_a_pin_that_appears_in_the_window_makes_a_new_plan() -> None:
     check_map(space)
 
 
-def test_small_puts_between_its_steps_dont_break_a_large_reservation() -> None:
-    """Each takes a cold object and pins it, and the coldest are those that the large one is to replace."""
-    space = space_of(60_000, slots=70_000)
+def test_small_puts_between_its_steps_dont_break_large_reservations() -> None:
+    """Each takes a cold object and pins it, and the coldest are all over what the large ones are to replace."""
+    space = space_of(60_000, slots=80_000)
     for slot in range(60_000):
         space.allocate(slot, G)
+    for slot in np.random.default_rng(9).permutation(60_000).tolist():
+        space.touch(slot)
     evicted = Evicted()
-    large = space.make_room(69_999, 20_000 * G, evicted)
+    large = {slot: space.make_room(slot, 10_000 * G, evicted) for slot in (79_998, 79_999)}
     puts = 0
-    for _ in large:
+    while large:
+        for slot in list(large):
+            try:
+                next(large[slot])
+            except StopIteration:
+                del large[slot]
         for _ in range(10):
             slot = 60_000 + puts
             assert finish(space.make_room(slot, G, lambda victim: None)) >= 0
             space.pins[slot] = 1
             puts += 1
-    assert space.size(69_999) == 20_000 * G
-    assert puts > 500
+    assert space.size(79_998) == space.size(79_999) == 10_000 * G
+    assert puts > 300
     assert len(evicted) <= 20_100
     check_map(space)
 

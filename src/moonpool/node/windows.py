@@ -16,14 +16,14 @@ Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 # Where windows are looked for: around the coldest objects of each size, and the longest free runs.
 SEEDS_PER_RING: Final = 4
 FREE_SEEDS: Final = 4
-# How many extents the regions around seeds may have, by samples, and if it is more with the first.
-SEEDED_EXTENTS_MAX: Final = 8192
-SAMPLE_GRANULES: Final = 4096
-# Regions with up to this many extents are walked (0.15 us each), others scanned (0.3 ns a granule).
+# The regions around seeds have at most so many extents, by samples of their granules, unless the first alone has more.
+SEEDED_EXTENTS_MAX: Final = 1 << 14
+SAMPLES: Final = 128
+# Work is counted in extents surveyed, and a step ends after so many: 200 us.
+SURVEY_EXTENTS: Final = 4096
+# A region's first extents, up to so many, are walked over, each so much work; then granules are scanned by pieces.
 WALK_MAX: Final = 512
-# Extents read between two yields: 100 us, or 400 where they are walked over. The granules scanned at once, and how
-# many extents that is worth.
-SURVEY_EXTENTS: Final = 2048
+WALK_WORK: Final = 4
 SURVEY_GRANULES: Final = 1 << 15
 PIECE_WORK: Final = 128
 # Where a survey ends, whatever the request: some 16 ms of steps.
@@ -124,7 +124,9 @@ class WindowSearch:
     def first_fit(self) -> Generator[None, None, int]:
         """The start of the first window by address, or -1 if there is none in the pool."""
         begin = 0
-        for first in self._scan(0, self._extents.frontier):
+        for first, _ in self._scan(0, self._extents.frontier):
+            if not first.size:
+                continue
             length, slot, owned = self._read(first)
             bars = owned & self._barred(slot)
             lows = np.concatenate(([begin], (first + length)[bars]))
@@ -148,8 +150,9 @@ class WindowSearch:
         for _, first, length in sorted(self._ranked_seeds()):
             low = max(0, first - granules)
             high = min(first + (granules if length < granules else 1), frontier)
-            sample = self._extents.starts_array[low : min(low + SAMPLE_GRANULES, high)]
-            expected += int(np.count_nonzero(sample)) * (high - low) // sample.size
+            # An odd stride, as many sizes are multiples of a power of two.
+            stride = (high - low) // SAMPLES | 1
+            expected += int(np.count_nonzero(self._extents.starts_array[low:high:stride])) * stride
             if regions and expected > SEEDED_EXTENTS_MAX:
                 break
             regions.append((low, high, first))
@@ -165,6 +168,8 @@ class WindowSearch:
     def _ranked_seeds(self) -> Iterator[tuple[float, int, int]]:
         """(last used, first granule, length): a long free run comes before every object, a short one after."""
         objects = self._objects
+        if self._durable:
+            yield -np.inf, 0, 1
         for first, length in self._extents.long_runs(FREE_SEEDS):
             yield (-np.inf if length * FREE_SEEDS >= self._granules else np.inf), first, length
         for power in objects.powers():
@@ -178,17 +183,18 @@ class WindowSearch:
         batch: list[NDArray[np.int64]] = []
         work = 0
         for region in regions:
-            for starts in self._starts_in(*region):
+            for starts, cost in self._starts_in(*region):
                 batch.append(starts)
-                work += starts.size + PIECE_WORK
+                work += cost
                 if work >= SURVEY_EXTENTS:
                     yield np.concatenate(batch)
                     batch, work = [], 0
         if batch:
             yield np.concatenate(batch)
 
-    def _starts_in(self, low: int, high: int, inside: int) -> Iterator[NDArray[np.int64]]:
-        """Where extents start in a region, ascending: by walking over a few, by scanning for many."""
+    def _starts_in(self, low: int, high: int, inside: int) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """Where extents start in a region, ascending, by walking over a few and scanning for many; and the work that
+        each part was, counted in extents read."""
         starts, ends, lengths = self._extents.starts, self._extents.ends, self._objects.length
         begin, walked = inside, list[int]()
         if starts[inside]:
@@ -207,15 +213,15 @@ class WindowSearch:
             begin = stop = low
         if begin > low:
             yield from self._scan(low, begin)
-        yield np.array(walked, np.int64)
+        yield np.array(walked, np.int64), len(walked) * WALK_WORK
         if stop < high:
             yield from self._scan(stop, high)
 
-    def _scan(self, low: int, high: int) -> Iterator[NDArray[np.int64]]:
+    def _scan(self, low: int, high: int) -> Iterator[tuple[NDArray[np.int64], int]]:
         for piece in range(low, high, SURVEY_GRANULES):
             found = np.flatnonzero(self._extents.starts_array[piece : min(piece + SURVEY_GRANULES, high)]) + piece
-            for part in range(0, found.size, SURVEY_EXTENTS):
-                yield found[part : part + SURVEY_EXTENTS]
+            for part in range(0, max(1, found.size), SURVEY_EXTENTS):
+                yield found[part : part + SURVEY_EXTENTS], PIECE_WORK + min(found.size - part, SURVEY_EXTENTS)
 
     def _read(self, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]]:
         """The lengths and slots of the extents that start here, and which of them aren't free runs."""
