@@ -159,10 +159,8 @@ class Local:
         if worker.returncode:
             raise MoonpoolError("the first pass in a fresh process failed; what it said stands above")
         samples = json.loads(text)
-        # All batches together: the first ones are what this is about.
-        for name in ("put", "get"):
-            taken = samples[f"{name}_s"]
-            self.result[f"{name}_first_gbps"][label] = gbps(16 * size * len(taken), [sum(taken)])
+        for name in ("put", "get"):  # every batch of it is on pages that this process has not used before
+            self.result[f"{name}_first_gbps"][label] = gbps(16 * size, samples[f"{name}_s"])
 
     def _roundtrips(self, url: str, metrics_url: str | None) -> None:
         scale, result = self.scale, self.result

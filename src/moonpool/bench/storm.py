@@ -72,7 +72,7 @@ class Storm:
             result["evicted_per_reserved"] = tidy(
                 (after.bytes_evicted - started.bytes_evicted) / max(1, after.bytes_reserved - started.bytes_reserved)
             )
-            result |= _step_figures(before.loop_step_max_s, after.loop_step_max_s, steps_before, steps_after)
+            result |= step_figures(before.loop_step_max_s, after.loop_step_max_s, steps_before, steps_after)
             result["left"] = self._left(client)
             prober.close()
         if counted["wrong"]:
@@ -183,7 +183,7 @@ class Clients:
         return cast("IO[str]", self._process.stdout)
 
 
-def _step_figures(
+def step_figures(
     max_before_s: float, max_after_s: float, before: dict[float, int], after: dict[float, int]
 ) -> dict[str, float]:
     """The longest step of the storm. The node tells its longest ever; where that is older, the bound of the highest
