@@ -33,9 +33,7 @@ def in_child(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.timeout(30)
-def test_a_child_uses_the_client_over_a_session_of_its_own(
-    client: moonpool.Client, shared_node: RunningNode
-) -> None:
+def test_a_child_uses_the_client_over_a_session_of_its_own(client: moonpool.Client, shared_node: RunningNode) -> None:
     client.put("key", value_of("key", 1, LARGE_BYTES))
     client.get_into("key", bytearray(LARGE_BYTES))  # the copying threads run now
     before = client.stats().sessions_ended

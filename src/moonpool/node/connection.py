@@ -101,8 +101,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._backlog.clear()
-        for task in list(self._tasks):
-            task.cancel()
+        self.cancel_waiting()
         if self.subscriber is not None:
             self.server.node.catalogue.feed.unsubscribe(self.subscriber)
         session = self.session
@@ -110,8 +109,6 @@ class Connection(asyncio.Protocol):
             self.server.node.roster.quarantine(session)
         if session is None or session.standing is not Standing.QUARANTINED or self.server.current(session) is not self:
             self._drop_pidfd()
-        elif self._pidfd is None:
-            self.server.node.roster.watch(session)
         self.server.connections.discard(self)
 
     # ---- serving -------------------------------------------------------------------------------------------------
@@ -179,6 +176,8 @@ class Connection(asyncio.Protocol):
         self.session = session
         session.pid = self._pid
         self.server.attach(session, self)
+        if self._pidfd is None:
+            self.server.node.roster.watch(session)
         self.send(welcome)
 
     def _bye(self, session: Session, request: m.Bye) -> None:
@@ -293,8 +292,14 @@ class Connection(asyncio.Protocol):
             os.close(self._pidfd)
             self._pidfd = None
 
+    def cancel_waiting(self) -> None:
+        """Requests that wait go no further, not even if what they waited for has just come."""
+        for task in list(self._tasks):
+            task.cancel()
+
     def forget(self) -> None:
         """Another connection has taken the session up: this one is nobody's."""
         self._drop_pidfd()
+        self.cancel_waiting()
         if self._transport is not None:
             self._transport.abort()

@@ -26,10 +26,15 @@ readable, 335 to 800 ms after the kill; never after that."""
 
 @dataclass(slots=True)
 class _Watch:
-    """A session that can only be watched by its lock: `free_since` is when the lock was first seen free."""
+    """A session that can only be watched by its lock: `free_since` is when the lock was first seen free.
+
+    While it is connected, a lock that was never `seen` taken says nothing: the client may be about to take it, or
+    be a feed, which holds nothing and takes none.
+    """
 
     session: Session
     free_since: float | None = None
+    seen: bool = False
 
 
 class Roster:
@@ -120,7 +125,7 @@ class Roster:
             session.standing = Standing.QUARANTINED
 
     def watch(self, session: Session) -> None:
-        """There is no pidfd for this session: learn of its end by its lock (see `tick`)."""
+        """There is no pidfd for this session: learn of its process's end by its lock (see `tick`)."""
         self._watches.setdefault(session.number, _Watch(session))
 
     def end(self, session: Session, reason: str) -> None:
@@ -155,10 +160,10 @@ class Roster:
         second; cheap when there are none."""
         now = self.clock()
         for watch in list(self._watches.values()):
-            if watch.session.standing is Standing.LIVE:
-                continue
             if self._locked(watch.session):
-                watch.free_since = None
+                watch.free_since, watch.seen = None, True
+            elif watch.session.standing is Standing.LIVE and not watch.seen:
+                continue
             elif watch.free_since is None:
                 watch.free_since = now
             elif now - watch.free_since >= LOCK_GRACE_S:

@@ -109,7 +109,11 @@ class Server:
         return self._current.get(session.number)
 
     def _session_ended(self, session: Session) -> None:
-        self._current.pop(session.number, None)
+        """What its requests still wait for would be granted to nobody."""
+        connection = self._current.pop(session.number, None)
+        if connection is not None:
+            connection.cancel_waiting()
+            self.loop.call_soon(connection.close)  # after the reply to a Bye
 
     # ---- work that waits -----------------------------------------------------------------------------------------
 

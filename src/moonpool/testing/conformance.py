@@ -501,9 +501,7 @@ class ClientConformance:
         client.put_many(["good", "none", "bad"], [value] * 3, checksums=[right, 0, right ^ 1])
         assert client.get("good", verify=True) == value.tobytes()
         assert client.get("none", verify=True) == value.tobytes(), "the node computes what the writer didn't give"
-        statuses = client.get_many_into(
-            ["good", "none", "bad"], [bytearray(size) for _ in range(3)], verify=True
-        )
+        statuses = client.get_many_into(["good", "none", "bad"], [bytearray(size) for _ in range(3)], verify=True)
         assert statuses == [Status.OK, Status.OK, Status.CORRUPT]
         assert not client.exists("bad"), "the node looked itself, and dropped it"
         client.put("bad", value, checksum=right ^ 1)
