@@ -29,9 +29,6 @@ SLOT_MASK = 0xFFFF_FFFF
 _OK, _MISS = int(Status.OK), int(Status.MISS)
 _EXISTS, _STALE = int(Status.EXISTS), int(Status.STALE)
 
-SLOT_SEARCH_MAX = 64
-"""Coldest objects looked at for one that may go when the table is full."""
-
 
 class Store:
     """Batches of keys on one pool, for any number of sessions. Single-threaded.
@@ -419,12 +416,7 @@ class Store:
         """A free place in the table, evicting the coldest object for it as a full pool would."""
         catalogue = self.catalogue
         while (slot := catalogue.take_slot()) < 0:
-            victim = -1
-            for tries, candidate in enumerate(self.space.oldest()):
-                if not self.pins[candidate] and catalogue.protection(candidate) < 2:
-                    victim = candidate
-                if victim >= 0 or tries >= SLOT_SEARCH_MAX:
-                    break
+            victim = self.space.coldest()
             if victim >= 0:
                 catalogue.drop(victim, "table-full")
             elif self.clock() >= deadline:
