@@ -3,6 +3,7 @@ still running when the call has ended."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -75,6 +76,17 @@ class Copier:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="moonpool-copy")
             return self._executor
+
+
+def copy_out(source: Bytes) -> bytes:
+    """The bytes of a contiguous array as a `bytes` object; a large copy doesn't hold the interpreter lock."""
+    if len(source) <= SMALL_BYTES:
+        return source.tobytes()
+    # Nobody else has seen this object yet, so filling it in place breaks no promise of immutability; `tobytes` would
+    # stall every thread for as long as the copy takes. ctypes lets go of the lock during a foreign call.
+    result = bytes(len(source))
+    ctypes.memmove(ctypes.c_char_p(result), source.ctypes.data, len(source))
+    return result
 
 
 def _drain(pieces: deque[tuple[Bytes, Bytes]]) -> None:

@@ -112,6 +112,7 @@ class SocketLink:
         self._prefault: Prefault | None = None
         self._pid = os.getpid()
         self._retry_at, self._retry_s = 0.0, RECONNECT_FIRST_S
+        self._told = False  # of a node that is too far away, once
 
     # ---- connecting ----------------------------------------------------------------------------------------------
 
@@ -122,6 +123,8 @@ class SocketLink:
             self._current()
             attachment = self._attachment
             assert attachment is not None
+            if attachment.table.closed:
+                raise errors.NodeUnavailable("the node has stopped")
         return attachment
 
     def _current(self) -> Channel:
@@ -156,7 +159,7 @@ class SocketLink:
             welcome = channel.finish(channel.begin(self._hello(channel.number())))
             if not isinstance(welcome, m.Welcome):
                 raise errors.NodeUnavailable(f"the node answered Hello with {type(welcome).__name__}")
-            Version.ours().check(Version(welcome.major, welcome.minor), who="the node")
+            Version.ours().check(Version(welcome.major, welcome.minor), welcome.layout, who="the node")
             self._adopt(channel, welcome)
         except BaseException as error:
             channel.close()
@@ -354,6 +357,9 @@ class SocketLink:
                     self._connect()
                     log.info("connected to the node again")
                 except errors.MoonpoolError as error:
+                    if isinstance(error, errors.VersionMismatch) and not self._told:
+                        self._told = True
+                        log.error("%s; this client stays off until then", error)
                     log.debug("still no node: %s", error)
                     self._retry_at = now + self._retry_s
                     self._retry_s = min(2 * self._retry_s, RECONNECT_MAX_S)

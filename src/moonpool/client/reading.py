@@ -14,7 +14,7 @@ import numpy.typing as npt
 from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_target, encode_key, encode_keys
-from moonpool.client.copying import SMALL_BYTES
+from moonpool.client.copying import SMALL_BYTES, copy_out
 from moonpool.errors import IntegrityError, InvalidRequest
 from moonpool.folder.layout import KEY_BYTES_MAX
 from moonpool.node.checksums import checksum
@@ -92,7 +92,7 @@ class Reading(Base):
         with self.view(key, verify=verify) as views:
             self._raise_corrupt(views.statuses, key)
             array = views[0]
-            return None if array is None else array.tobytes()
+            return None if array is None else copy_out(array)
 
     def get_into(self, key: str | bytes, target: Buffer, *, verify: bool = False) -> int | None:
         """Copy the object into `target`; returns its size in bytes, None for a miss.

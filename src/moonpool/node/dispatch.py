@@ -79,7 +79,7 @@ class Dispatcher:
     def hello(self, request: m.Hello) -> tuple[Session, m.Welcome]:
         """Open or resume a session. Raises `VersionMismatch` for a peer too far away."""
         ours = Version.ours()
-        ours.check(Version(request.major, request.minor), who=f"client {request.name!r}")
+        ours.check(Version(request.major, request.minor), request.layout, who=f"client {request.name!r}")
         node = self.node
         resumed = None
         if request.token and request.pool_id == node.pool_id:

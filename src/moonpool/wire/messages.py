@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from moonpool.folder.layout import LAYOUT_VERSION
+
 KEYS_MAX = 4096
 """Keys in one message; clients split longer batches. 4,096 keys of 256 bytes are 1 MiB, a few ms of decoding."""
 
@@ -48,6 +50,7 @@ class Hello(Message, frozen=True, tag=1):
     pool_id: bytes = b""
     pins: list[tuple[int, int]] = []
     reservations: list[int] = []
+    layout: int = LAYOUT_VERSION  # of the shared table
 
 
 class Welcome(Message, frozen=True, tag=65):
@@ -63,6 +66,7 @@ class Welcome(Message, frozen=True, tag=65):
     reserve_wait_max_s: float
     resumed: bool = False
     stale: list[int] = []
+    layout: int = LAYOUT_VERSION
 
 
 class Bye(Message, frozen=True, tag=2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonpool.errors import VersionMismatch
+from moonpool.folder.layout import LAYOUT_VERSION
 from moonpool.probes import told
 
 PROTOCOL_MAJOR = 1
@@ -29,8 +30,13 @@ class Version:
         major, _, minor = pretended.partition(".")
         return cls(int(major), int(minor))
 
-    def check(self, other: Version, *, who: str) -> None:
-        """Raise `VersionMismatch`, with what to do, unless the two work together."""
+    def check(self, other: Version, layout: int, *, who: str) -> None:
+        """Raise `VersionMismatch`, with what to do, unless the two work together: protocol and table `layout`."""
+        if layout != LAYOUT_VERSION:
+            raise VersionMismatch(
+                f"{who} has table layout {layout}, this side {LAYOUT_VERSION}; "
+                "install the same release of moonpool on both sides"
+            )
         if self.major == other.major and abs(self.minor - other.minor) <= 1:
             return
         raise VersionMismatch(
