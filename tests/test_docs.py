@@ -108,12 +108,12 @@ class Terminal:
             return self.run(["make", "-n", *words[1:]], ROOT)  # this may be `make test` itself
         return self.run(words, self.base)
 
-    def run(self, command: list[str], folder: Path) -> str:
+    def run(self, command: list[str], folder: Path, *, both: bool = False) -> str:
         done = subprocess.run(
             command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
         assert done.returncode == 0, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
-        return done.stdout
+        return done.stdout + done.stderr if both else done.stdout
 
     def serve(self, command: list[str]) -> str:
         self.stop()
@@ -154,7 +154,14 @@ def terminal() -> Iterator[Terminal]:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", RUN)
 def test_commands_and_code_run_as_printed(document: str, terminal: Terminal) -> None:
+    shown = ""  # what the latest Python block printed; a text block right below it says what to expect
     for block in blocks(document):
+        if block.language == "text" and shown:
+            for line in block.text.splitlines():
+                pattern = re.sub(r"\d+", r"\\d+", re.escape(line))
+                where = f"{document}:{block.line}"
+                assert re.search(f"^{pattern}$", shown, re.MULTILINE), f"{where}: {line!r} isn't printed, but\n{shown}"
+        shown = ""
         if block.language == "console":
             for command, output in commands(block):
                 skip_where_taken(command)
@@ -167,7 +174,7 @@ def test_commands_and_code_run_as_printed(document: str, terminal: Terminal) -> 
         elif block.language == "python":
             script = terminal.base / "block.py"
             script.write_text(block.text)
-            terminal.run([sys.executable, script.name], terminal.base)
+            shown = terminal.run([sys.executable, script.name], terminal.base, both=True)
 
 
 def skip_where_taken(command: str) -> None:
