@@ -90,13 +90,15 @@ def connect(
     copy_threads: int | None = None,
     timeout_s: float = TIMEOUT_S,
     prefault: bool = True,
+    required: bool = True,
 ) -> Client:
     """Connect to a node.
 
     `url`: None for the host's node (`MOONPOOL_URL`, else the user's folder under /dev/shm); `unix:PATH` of a node's
     folder or socket; `embedded:` or `embedded:1GiB` for a store in this process's own memory. `read_only` maps the
     pool read-only. `copy_threads` for large batches (default: the cores, at most 4). `timeout_s` bounds each answer.
-    `prefault` faults the pool into this process in the background.
+    `prefault` faults the pool into this process in the background. With `required=False` it returns also while there is
+    no node: calls raise `NodeUnavailable` until one is there, which the client looks for by itself.
 
     Raises `NodeUnavailable` where there is no node, `ConfigError` for a URL that is none.
     """
@@ -115,7 +117,9 @@ def connect(
     elif kind == "unix" and rest:
         path = Path(rest)
         folder = Folder(path.parent if path.name == "node.sock" else path)
-        link = SocketLink(folder, name=name, read_only=read_only, timeout_s=timeout_s, prefault=prefault)
+        link = SocketLink(
+            folder, name=name, read_only=read_only, timeout_s=timeout_s, prefault=prefault, required=required
+        )
     else:
         raise ConfigError(f"url {url!r} is none of unix:PATH, embedded: or embedded:SIZE")
     return Client(link, url=url, name=name, read_only=read_only, copy_threads=copy_threads)

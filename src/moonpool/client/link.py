@@ -89,13 +89,21 @@ class Link(Protocol):
 class SocketLink:
     """A session over a Unix socket: reconnects by itself, and then tells the node what it still holds."""
 
-    def __init__(self, folder: Folder, *, name: str, read_only: bool, timeout_s: float, prefault: bool) -> None:
+    def __init__(
+        self, folder: Folder, *, name: str, read_only: bool, timeout_s: float, prefault: bool, required: bool
+    ) -> None:
         self.folder, self.name, self.read_only = folder, name, read_only
         self.timeout_s, self._prefault_wanted = timeout_s, prefault
         self._reset()
         _links.add(self)
-        with self._state:
-            self._connect()
+        try:
+            with self._state:
+                self._connect()
+        except errors.NodeUnavailable as error:
+            if required:
+                raise
+            log.info("%s; going on without it until it is there", error)
+            self._watch()
 
     def _reset(self) -> None:
         self._state = threading.RLock()
@@ -166,12 +174,16 @@ class SocketLink:
             if isinstance(error, errors.ProtocolError | errors.FolderError | errors.RequestTimeout):
                 raise errors.NodeUnavailable(str(error)) from error
             raise
+        self._watch()
+        return channel
+
+    def _watch(self) -> None:
+        """Start the watching thread, if it isn't there yet."""
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=_watch, args=(weakref.ref(self),), name="moonpool-watch", daemon=True
             )
             self._watcher.start()
-        return channel
 
     def _hello(self, number: int) -> m.Hello:
         ours = Version.ours()
@@ -323,9 +335,7 @@ class SocketLink:
     def watch_once(self) -> bool:
         """One round of the watching thread; False when there is nothing left to watch."""
         channel = self._channel
-        if channel is None:
-            return False
-        if channel.broken is None:
+        if channel is not None and channel.broken is None:
             # Only the hang-up is waited for: replies are read by those who wait for them.
             poller = select.poll()
             try:
@@ -337,12 +347,13 @@ class SocketLink:
                 channel.fail("the node closed the connection")
             else:
                 channel.collect()
-        if channel.broken is not None:
+        if channel is None or channel.broken is not None:
             self._lost(channel)
         self.flush()
         return not self._leave_if_idle()
 
-    def _lost(self, channel: Channel) -> None:
+    def _lost(self, channel: Channel | None) -> None:
+        """There is no connection (any more): try for one, less and less often."""
         attachment = self._attachment
         if attachment is not None and channel is self._channel:
             attachment.live = False
@@ -351,8 +362,9 @@ class SocketLink:
             time.sleep(min(WATCH_S, self._retry_at - now))
             return
         with self._state:
-            if self._channel is channel:
-                channel.close()
+            if self._channel is channel and not (self._closing and channel is None):
+                if channel is not None:
+                    channel.close()
                 try:
                     self._connect()
                     log.info("connected to the node again")
