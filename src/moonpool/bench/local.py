@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from moonpool.bench import lookups, roundtrips
 from moonpool.bench.copies import Copying, Plan, expect_ok, view_40
 from moonpool.bench.figures import gbps, median_us, size_label, spread_us, tidy
 from moonpool.bench.keys import Keys
-from moonpool.bench.node import OwnNode, run_worker, wait_until_settled
+from moonpool.bench.node import OwnNode, line_of, wait_until_settled, worker
 from moonpool.bench.slices import Ring, Traffic
 from moonpool.errors import MoonpoolError
 
@@ -152,13 +151,10 @@ class Local:
                 part = keys[start : start + 16]
                 expect_ok(client.put_many(part, [ring.piece(start + i) for i in range(len(part))]), "put")
             wanted = json.dumps([(key.hex(), sum_) for key, sum_ in zip(keys, ring.checksums, strict=True)])
-            job = ["first", url, str(size), str(plan.total_bytes), str(plan.threads)]
-            with run_worker(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-                text, _ = worker.communicate(wanted + "\n")
+            with worker("first", url, str(size), str(plan.total_bytes), str(plan.threads)) as fresh:
+                print(wanted, file=fresh.stdin, flush=True)
+                samples = json.loads(line_of(fresh))
             client.remove_many(keys)
-        if worker.returncode:
-            raise MoonpoolError("the first pass in a fresh process failed; what it said stands above")
-        samples = json.loads(text)
         for name in ("put", "get"):  # every batch of it is on pages that this process has not used before
             self.result[f"{name}_first_gbps"][label] = gbps(16 * size, samples[f"{name}_s"])
 

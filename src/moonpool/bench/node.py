@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import IO, cast
 
 import moonpool
 from moonpool.bench.machine import available_bytes
@@ -59,8 +61,15 @@ class OwnNode:
         # What the user has set for a node of theirs is not what this one is measured with.
         environment = {name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_")}
         with self._log.open("ab") as log:
+            # In a session of its own, as a service manager or a container gives it: Ctrl-C doesn't reach it, and the
+            # system shares cores between it and its clients as between services, not as within one.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
         while True:
             if self._process.poll() is not None:
@@ -127,9 +136,29 @@ def wait_until_settled(client: moonpool.Client, checksums: bool = True) -> None:
         time.sleep(0.1)
 
 
-def run_worker(arguments: Sequence[str], **pipes: int) -> subprocess.Popen[str]:
-    """Start one of `moonpool.bench.worker`'s jobs as a fresh process."""
-    return subprocess.Popen([sys.executable, "-m", "moonpool.bench.worker", *arguments], text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+@contextmanager
+def worker(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """One of `moonpool.bench.worker`'s jobs as a fresh process, with pipes to and from it; gone when the block ends.
+
+    In a terminal session of its own, so that Ctrl-C reaches the bench alone, which then ends it.
+    """
+    command = [sys.executable, "-m", "moonpool.bench.worker", *arguments]
+    process = subprocess.Popen(
+        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that a worker prints. Raises `MoonpoolError` where it has ended instead."""
+    line = cast("IO[str]", process.stdout).readline()
+    if not line:
+        raise MoonpoolError("a process of the bench ended early; what it said stands above")
+    return line
 
 
 def _free_in(path: Path) -> int:

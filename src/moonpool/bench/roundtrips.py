@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 
 import moonpool
 from moonpool.bench.keys import Keys
-from moonpool.bench.node import run_worker
+from moonpool.bench.node import line_of, worker
+from moonpool.errors import MoonpoolError
 from moonpool.wire import messages as m
 
 PROBE_INTERVAL_S = 0.001
@@ -55,24 +55,19 @@ class Probe:
 @contextmanager
 def load(url: str, metrics_url: str | None, pool_bytes: int) -> Iterator[None]:
     """Two clients that put and get 2 MB objects without a pause, and a scrape of the metrics a second."""
-    jobs = [["bulk", url, str(pool_bytes // 8)] for _ in range(BULK_CLIENTS)]
-    if metrics_url is not None:
-        jobs.append(["scrape", metrics_url, str(SCRAPE_INTERVAL_S)])
-    workers = [run_worker(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for job in jobs]
-    try:
-        for worker in workers:
-            assert worker.stdout is not None
-            worker.stdout.readline()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker("bulk", url, str(pool_bytes // 8))) for _ in range(BULK_CLIENTS)]
+        if metrics_url is not None:
+            workers.append(stack.enter_context(worker("scrape", metrics_url, str(SCRAPE_INTERVAL_S))))
+        for process in workers:
+            line_of(process)
         time.sleep(SETTLE_S)
         yield
-        for worker in workers:
-            if worker.poll() is not None:
-                raise RuntimeError("a process of the load ended early; the figures are not those of a loaded node")
-    finally:
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.close()
-        for worker in workers:
-            worker.wait(30)
-            assert worker.stdout is not None
-            worker.stdout.close()
+        for process in workers:
+            if process.poll() is not None:
+                raise MoonpoolError("a process of the load ended early; what it said stands above")
+        for process in workers:  # they remove what they have put, then end
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+            process.wait(30)

@@ -17,7 +17,7 @@ from moonpool.bench.copies import expect_ok
 from moonpool.bench.figures import spread_us, tidy
 from moonpool.bench.keys import Keys
 from moonpool.bench.local import Progress
-from moonpool.bench.node import wait_until_settled
+from moonpool.bench.node import line_of, wait_until_settled
 from moonpool.bench.roundtrips import PROBE_INTERVAL_S, Probe
 from moonpool.errors import MoonpoolError
 
@@ -158,16 +158,16 @@ class Clients:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def wait_ready(self) -> None:
-        if not self._output().readline():
-            raise MoonpoolError("the storm's clients did not start; what they said stands above")
+        line_of(self._process)
 
     def stop(self) -> dict[str, int]:
         """End them all; returns how many were killed before, batches done and wrong values."""
         cast("IO[str]", self._process.stdin).close()
-        counted: dict[str, int] = json.loads(self._output().readline())
+        counted: dict[str, int] = json.loads(line_of(self._process))
         self._process.wait()
         return counted
 
@@ -177,10 +177,7 @@ class Clients:
     def __exit__(self, *exc: object) -> None:
         cast("IO[str]", self._process.stdin).close()
         self._process.wait()
-        self._output().close()
-
-    def _output(self) -> IO[str]:
-        return cast("IO[str]", self._process.stdout)
+        cast("IO[str]", self._process.stdout).close()
 
 
 def step_figures(

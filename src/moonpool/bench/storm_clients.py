@@ -57,9 +57,9 @@ class Client:
         counts.ready[place] = 1
 
     def run(self) -> None:
-        """Until killed."""
-        due = time.monotonic()
-        while True:
+        """Until killed, or until the parent is gone."""
+        due, parent = time.monotonic(), os.getppid()
+        while os.getppid() == parent:
             due += self._random.expovariate(self._rate)
             time.sleep(max(0.0, due - time.monotonic()))
             try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from typing import IO, Any, cast
+from contextlib import ExitStack
+from typing import Any
 
 from moonpool.bench.figures import tidy
 from moonpool.bench.local import Progress
-from moonpool.bench.node import run_worker
-from moonpool.errors import MoonpoolError
+from moonpool.bench.node import line_of, worker
 
 KINDS = ("memcpy", "put", "get_into")
 
@@ -32,30 +31,14 @@ def measure(url: str, counts: list[int], duration_s: float, progress: Progress) 
 
 
 def _together(url: str, count: int, duration_s: float) -> dict[str, float]:
-    workers = [
-        run_worker(["copies", url, str(duration_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(count)
-    ]
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker("copies", url, str(duration_s))) for _ in range(count)]
         for _ in KINDS:  # all wait for the last one, then begin together
-            for worker in workers:
-                _line(worker)
-            for worker in workers:
-                print("go", file=cast("IO[str]", worker.stdin), flush=True)
-        for worker in workers:
-            _line(worker)
-        found = [json.loads(_line(worker)) for worker in workers]
-        for worker in workers:
-            worker.wait(30)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
+            for process in workers:
+                line_of(process)
+            for process in workers:
+                print("go", file=process.stdin, flush=True)
+        for process in workers:
+            line_of(process)
+        found = [json.loads(line_of(process)) for process in workers]
     return {kind: sum(rates[kind] for rates in found) for kind in KINDS}
-
-
-def _line(worker: subprocess.Popen[str]) -> str:
-    line = cast("IO[str]", worker.stdout).readline()
-    if not line:
-        raise MoonpoolError("a client process of the bench ended early; what it said stands above")
-    return line

@@ -19,6 +19,7 @@ import moonpool
 from moonpool.bench.copies import BATCH, expect_ok, verify
 from moonpool.bench.keys import Keys
 from moonpool.bench.slices import Ring, Traffic, checksum_of
+from moonpool.errors import MoonpoolError
 
 BULK_OBJECT_BYTES = 2 << 20
 
@@ -144,7 +145,10 @@ def _until_input_ends() -> threading.Event:
 def main(arguments: list[str]) -> None:
     """Run the job that the arguments name."""
     jobs: dict[str, Any] = {job.__name__: job for job in (first, bulk, scrape, copies)}
-    jobs[arguments[0]](*arguments[1:])
+    try:
+        jobs[arguments[0]](*arguments[1:])
+    except MoonpoolError as error:
+        sys.exit(f"{arguments[0]}: {error}")
 
 
 if __name__ == "__main__":
