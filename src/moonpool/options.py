@@ -78,10 +78,11 @@ def _folder_mode(text: str) -> int:
         mode = int(text.removeprefix("0o"), 8)
     except ValueError:
         mode = -1
-    if not 0o700 <= mode <= 0o777 or mode & 0o002:
+    # Whoever may enter the folder may use the node: its files are readable and writable for the same people.
+    if mode not in (0o700, 0o750, 0o770):
         raise ValueError(
-            f"{text!r} is not a mode for the folder: write octal digits such as 0700 or 0770; the owner has all "
-            "rights and strangers may not write"
+            f"{text!r} is not a mode for the folder: 0700 is for its user alone, 0750 or 0770 for a group as well; "
+            "the owner has all rights and strangers may not write"
         )
     return mode
 

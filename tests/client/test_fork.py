@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import NoReturn
-
 import pytest
 
 import moonpool
 from moonpool.testing.node import RunningNode, eventually
 from moonpool.testing.values import generation_of, value_of
+from tests.faults.processes import in_child
 
 LARGE_BYTES = 9 << 20  # copied by several threads, which a child doesn't inherit
-
-
-def in_child(call: Callable[[], object]) -> int:
-    """Run `call` in a forked child; its exit status, 0 when nothing was raised."""
-
-    def child() -> NoReturn:
-        status = 1
-        try:
-            call()
-            status = 0
-        finally:
-            os._exit(status)
-
-    pid = os.fork()
-    if pid == 0:
-        child()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.timeout(30)

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 END_S = 30.0
@@ -30,6 +31,21 @@ def python(
         text=True,
         env={**environment(test), **(extra or {})},
     )
+
+
+def in_child(call: Callable[[], object]) -> int:
+    """Run `call` in a forked child; its exit status, 0 when nothing was raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def load(url: str, seed: int, *, test: str = "", steps: int = 0) -> subprocess.Popen[str]:

@@ -280,7 +280,7 @@ def test_small_puts_between_its_steps_dont_break_large_reservations() -> None:
 
 
 def test_small_puts_need_no_search_while_the_coldest_are_being_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    searches = []
+    searches: list[object] = []
     monkeypatch.setattr(WindowSearch, "around_seeds", counted(WindowSearch.around_seeds, searches))
     space = space_of(60_000, slots=70_000)
     for slot in range(60_000):

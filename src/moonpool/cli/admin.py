@@ -94,7 +94,9 @@ def purge(
     space: Annotated[str | None, typer.Option(metavar="DIGEST", help="A key space, by its 32 hex digits.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="All key spaces of a model.")] = None,
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="All key spaces of a tenant.")] = None,
-    older_than: Annotated[str | None, typer.Option(metavar="TIME", help="Not used for this long, such as 7d.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Stored longer ago than this, such as 7d.")
+    ] = None,
     yes: Yes = False,
 ) -> None:
     """Remove objects by key space, model, tenant or age.

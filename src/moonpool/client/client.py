@@ -26,8 +26,8 @@ TIMEOUT_S = 10.0
 class Client(Lookup, Writing, Administration):
     """One session with a node. Thread-safe, a context manager, reconnects by itself.
 
-    After `close`, and in a forked child for what it inherited, calls raise `Closed`; views stay valid until their
-    last array is gone.
+    After `close` calls raise `Closed`; views stay valid until their last array is gone. A forked child connects afresh
+    at its first call; views, reservations and holds that it inherited are not its own.
     """
 
     def __init__(self, link: Link, *, url: str, name: str, read_only: bool, copy_threads: int | None) -> None:

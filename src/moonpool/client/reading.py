@@ -113,7 +113,8 @@ class Reading(Base):
         """Copy each key's object into its target: one round trip for the batch, one copy an object.
 
         Returns one status a key: OK, MISS, BUFFER_TOO_SMALL (target untouched), INVALID (no writable contiguous
-        buffer), CORRUPT (only with `verify`), DISABLED (see `moonpool mode`); `.sizes` has the objects' sizes in bytes.
+        buffer), CORRUPT or IN_PROGRESS (only with `verify`: no checksum was to be had in time), DISABLED (see
+        `moonpool mode`); `.sizes` has the objects' sizes in bytes.
         Only targets with OK hold good bytes. When it returns or raises, nothing writes to the targets any more.
         Raises `NodeUnavailable`.
         """
@@ -134,7 +135,8 @@ class Reading(Base):
         """Read-only uint8 arrays straight over the pool, without a copy, in one round trip a 1,024 keys.
 
         Use it as a context: `with client.view_many(keys) as views`. See `Views` for how long they are valid. With
-        `verify`, an object that differs from its checksum is None with status CORRUPT. Raises `NodeUnavailable`.
+        `verify`, an object that differs from its checksum is None with status CORRUPT, one whose checksum was not to be
+        had in time None with IN_PROGRESS. Raises `NodeUnavailable`.
         """
         self.link.flush()
         arrays: list[Array | None] = []
@@ -184,7 +186,12 @@ class Reading(Base):
         self, keys: list[bytes], expected: list[int], arrays: list[Array | None], statuses: Statuses
     ) -> None:
         for i, array in enumerate(arrays):
-            if array is not None and expected[i] and checksum(array.data) != expected[i]:
+            if array is None:
+                continue
+            if not expected[i]:
+                arrays[i] = None
+                _unverified(i, statuses)
+            elif checksum(array.data) != expected[i]:
                 arrays[i] = None
                 self._report_corrupt(keys[i], i, statuses)
 
@@ -284,9 +291,11 @@ class Reading(Base):
         self, keys: list[bytes], reply: m.Acquired, targets: Sequence[Buffer], start: int, result: Statuses
     ) -> None:
         for i, expected in enumerate(reply.checksums):
-            if result[start + i] is not Status.OK or not expected:
+            if result[start + i] is not Status.OK:
                 continue
-            if checksum(as_target(targets[i])[: reply.sizes[i]].data) != expected:
+            if not expected:
+                _unverified(start + i, result)
+            elif checksum(as_target(targets[i])[: reply.sizes[i]].data) != expected:
                 self._report_corrupt(keys[i], start + i, result)
 
     @staticmethod
@@ -297,6 +306,12 @@ class Reading(Base):
             raise InvalidRequest(f"a key of {len(encode_key(key))} bytes exceeds the limit of {KEY_BYTES_MAX}")
         if not key:
             raise InvalidRequest("a key has at least 1 byte")
+
+
+def _unverified(place: int, statuses: Statuses) -> None:
+    """The node had no checksum within its bounded wait: what can't be verified isn't handed out as verified."""
+    statuses[place] = Status.IN_PROGRESS
+    statuses.details[place] = "the node could not compute the checksum within its bounded wait; try again"
 
 
 class _Exported(weakref.ref[Array]):

@@ -184,8 +184,9 @@ class Writing(Base):
         Values up to 64 KiB travel with the message, in one round trip; larger ones are copied into the pool once.
         `ttl_s`: never served after that. `pin`: "soft" (evicted last, until `pin_ttl_s` has passed) or "hard" (never
         evicted). `checksums`: xxh3-64 of each value, where the caller has them. `wait_s`: how long to wait for space
-        (the node's default, at most 5 s). One status a key, with `.details`. The values are only read, and not any
-        more once this has returned or raised. Raises `NodeUnavailable`, `ReadOnly`.
+        (the node's default, at most 5 s). `priority`: kept with the object for policies; the default one is
+        recency alone. One status a key, with `.details`. The values are only read, and not any more once this has
+        returned or raised. Raises `NodeUnavailable`, `ReadOnly`.
         """
         self._writable()
         if len(keys) != len(values):
@@ -413,7 +414,7 @@ def _append(
     batch.places.append(place)
     batch.keys.append(key)
     batch.values.append(value)
-    batch.size += size + len(key)
+    batch.size += size
 
 
 def _note(result: Statuses, places: list[int], statuses: Sequence[int], details: dict[int, str]) -> None:

@@ -82,12 +82,19 @@ class Folder:
                 "have; choose a shorter --dir"
             )
         self.sessions.mkdir(exist_ok=True)
-        os.chmod(self.sessions, 0o755 if mode & 0o007 else 0o750 if mode & 0o070 else 0o700)
+        if group is not None:
+            os.chown(self.sessions, -1, group)
+        os.chmod(self.sessions, 0o750 if mode & 0o070 else 0o700)
 
     def forget(self) -> None:
         """Remove what an earlier pool left: records, key spaces, session files. Mappings of its pool stay valid."""
         for path in (self.records, self.spaces, *self.sessions.iterdir()):
             path.unlink(missing_ok=True)
+
+    @staticmethod
+    def file_mode(mode: int) -> int:
+        """The mode of the files that clients use, for a folder of this mode: whoever may enter may read and write."""
+        return 0o660 if mode & 0o070 else 0o600
 
     def check(self) -> None:
         """Client side: refuse a folder that is a link or that strangers may have written to. Changes nothing."""

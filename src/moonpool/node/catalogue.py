@@ -277,6 +277,7 @@ class Catalogue:
         size = words[base + _SIZE]
         space.objects += 1
         space.live_bytes += size
+        self.counters.bytes_written[number] += size
         self.live += 1
         if flags & _PROTECTED:
             self.space.protect(slot, self.protection(slot))

@@ -55,8 +55,7 @@ def run(config: NodeConfig, on_progress: Report | None = None) -> None:
     lock = folder.take_lock()
     try:
         config = _as_before(config, folder)
-        if Records.identity(folder.records) is None:
-            check_fits(config.pool_bytes, config.dir)
+        check_fits(config.pool_bytes, config.dir)  # what a pool in the folder takes counts as free
         warnings: list[str] = []
         node = open_node(config, folder, warnings)
         for warning in warnings:
@@ -152,6 +151,7 @@ class Preparation(threading.Thread):
             self.report(Progress("ready", total, total, self.node.recovered))
         except FolderError as error:
             log.error("%s; the pool stays at %d bytes", error, self.node.reserved_bytes)
+            self.node.store.growing = False
         finally:
             os.close(fd)
 

@@ -25,7 +25,7 @@ LIST_SLOTS = 2048
 """Slots looked at in one step of a listing."""
 
 Handler = Callable[[Session, Any], "m.Message | Steps[Any] | None"]
-_WRITES = (m.Reserve, m.PutInline, m.Commit, m.Abort, m.Remove, m.Pin, m.Clear, m.Purge)
+_WRITES = (m.Reserve, m.PutInline, m.Commit, m.Abort, m.Remove, m.Pin, m.Clear, m.Purge, m.SetMode)
 
 
 class Dispatcher:
@@ -116,17 +116,12 @@ class Dispatcher:
     def _put_inline(self, session: Session, request: m.PutInline) -> m.Message | Steps[m.Message]:
         if not self.node.mode & Mode.WRITE:
             return m.StatusReply(request.id, [int(Status.DISABLED)] * len(request.keys))
-        space = self._space_of(request.keys)
-        self._counters.bytes_written[space] += sum(map(len, request.values))
         return self._timed("put_inline", "commit", request.keys, self._store.put_inline(session, request))
 
     def _commit(self, session: Session, request: m.Commit) -> m.Message:
         begun = perf_counter()
-        catalogue = self._catalogue
-        sizes = [catalogue.size(n & SLOT_MASK) for n in request.ids if n & SLOT_MASK < catalogue.records.slots]
         statuses = self._store.commit(session, request.ids, request.checksums)
         space = self._space_of_id(request.ids)
-        self._counters.bytes_written[space] += sum(sizes)
         if request.transfer_s > 0:
             self._counters.stage("put", "transfer", space, request.transfer_s)
         self._counters.stage("put", "commit", space, perf_counter() - begun)
@@ -180,7 +175,7 @@ class Dispatcher:
         catalogue = self._catalogue
         found: list[m.ObjectStat] = []
         limit = max(1, min(request.limit, LIST_MAX))
-        slot = request.cursor
+        slot = max(0, request.cursor)
         while slot < catalogue.slots_used_top and len(found) < limit:
             if catalogue.visible(slot) and (
                 not request.prefix or catalogue.records.key(slot).startswith(request.prefix)

@@ -33,8 +33,8 @@ class Holds:
         if not request.hold or len(request.hold) > 256:
             raise InvalidRequest("a hold's name has 1 to 256 characters")
         for group in request.groups:
-            if group.rule >= len(RULES) or group.step < 1:
-                raise InvalidRequest(f"a group with rule {group.rule} and step {group.step} is none")
+            if not 0 <= group.rule < len(RULES) or group.step < 1 or group.window < (RULES[group.rule] == "window"):
+                raise InvalidRequest(f"no group has rule {group.rule}, window {group.window} and step {group.step}")
         known = self.by_name.get(request.hold)
         if known is not None:
             return m.Matched(request.id, known.length, False)

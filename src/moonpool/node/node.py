@@ -66,6 +66,7 @@ class Node:
         if reserved_bytes > self.reserved_bytes:
             self.catalogue.space.grow(reserved_bytes)
             self.catalogue.table.header[Header.RESERVED_BYTES] = reserved_bytes
+            self.store.growing = reserved_bytes < self.config.pool_bytes
             self.catalogue.wake()
 
     @property
@@ -102,7 +103,7 @@ def open_node(config: NodeConfig, folder: Folder, warn: list[str]) -> Node:
     fresh = reason is not None or identity is None
     if reason and identity is not None:
         warn.append(f"the pool in {folder.path} is not taken over: {reason}; starting with an empty one")
-    file_mode = config.folder_mode & 0o666
+    file_mode = folder.file_mode(config.folder_mode)
     if fresh:
         identity = Identity(secrets.token_bytes(16), config.pool_bytes, config.slots, 0)
         folder.forget()
@@ -124,6 +125,7 @@ def open_node(config: NodeConfig, folder: Folder, warn: list[str]) -> Node:
     table = Mapping.open(folder.table.with_suffix(".part"), writable=True)
     pool = Mapping.open(folder.pool, writable=True)
     node = _assemble(config, folder, pool, table, records, identity.pool_id, incarnation)
+    node.store.growing = True
     if not fresh:
         node.recovered = recover(node)
     if ARMED:

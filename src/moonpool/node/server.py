@@ -68,7 +68,7 @@ class Server:
             listener.bind(os.fspath(folder.socket))
             if group is not None:
                 os.chown(folder.socket, -1, group)
-            os.chmod(folder.socket, mode & 0o666)
+            os.chmod(folder.socket, folder.file_mode(mode))
             listener.listen(ACCEPT_BACKLOG)
         except OSError as error:
             listener.close()

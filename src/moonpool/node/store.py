@@ -54,6 +54,8 @@ class Store:
         self.pin_bytes_max = int(self.pool_bytes * pin_share)
         self.space, self.pins = catalogue.space, catalogue.pins
         self.words, self.floats = catalogue.words, catalogue.floats
+        self.growing = False
+        """Whether the system is still setting the pool's memory aside: then space that is missing comes by itself."""
         self.waiting = 0
         """Reservations that wait for space or for another writer."""
 
@@ -224,6 +226,8 @@ class Store:
         catalogue = self.catalogue
         if not 0 <= level <= 2:
             raise InvalidRequest(f"protection {level} is none of 0 (none), 1 (soft), 2 (hard)")
+        if level == 1 and not ttl_s > 0:
+            raise InvalidRequest(f"{ttl_s} s is not how long a soft pin can last")
         for i, key in enumerate(keys):
             slot = self.visible_slot(key)
             if slot < 0:
@@ -328,6 +332,8 @@ class Store:
     def _deadline(self, options: m.Options) -> float:
         """Until when a whole batch may wait, for space or for other writers."""
         wait_s = options.wait_s if options.wait_s >= 0 else self.reserve_wait_s
+        if self.growing:
+            wait_s = self.reserve_wait_max_s
         return self.clock() + min(wait_s, self.reserve_wait_max_s)
 
     def _reserve_one(
@@ -391,7 +397,7 @@ class Store:
                     expiry=now + options.ttl_s if options.ttl_s > 0 else 0.0,
                     priority=options.priority & 0xFF,
                     pin=options.pin,
-                    pin_expiry=now + options.pin_ttl_s if options.pin == 1 else 0.0,
+                    pin_expiry=now + options.pin_ttl_s if options.pin == 1 and options.pin_ttl_s > 0 else 0.0,
                     metadata=metadata,
                 )
             except FolderError as error:

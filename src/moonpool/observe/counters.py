@@ -48,7 +48,7 @@ class Histogram:
 class Counters:
     """What has happened since the node started. Written by the node's one thread.
 
-    Per key space a batch counts for the space of its first key: engines send one space a batch.
+    Per key space a batch of reads counts for the space of its first key: engines send one space a batch.
     """
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ class ClientConformance:
             client.purge()
         for options in ({"pin": "hot"}, {"pin": "soft"}, {"ttl_s": -1}, {"wait_s": float("nan")}, {"priority": 256}):
             with pytest.raises(moonpool.InvalidRequest):
-                client.put("key", b"value", **options)  # type: ignore[arg-type]
+                client.put("key", b"value", **options)
         with pytest.raises(moonpool.InvalidRequest, match="checksum"):
             client.put("key", b"value", checksum=-1)
         assert not client.exists("key")

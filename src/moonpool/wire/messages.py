@@ -37,7 +37,8 @@ def object_id(slot: int, generation: int) -> int:
 
 class Hello(Message, frozen=True, tag=1):
     """The first message of a connection. With `token`, an earlier session is taken up again: `pins` (id, count) and
-    `reservations` are all that the client still holds; anything else of the session's is given back."""
+    `reservations` are all that the client still holds; other pins and reservations of the session's are given back,
+    holds of `match` stay."""
 
     major: int
     minor: int
@@ -317,14 +318,15 @@ class Verify(Message, frozen=True, tag=24):
 
 
 class Subscribe(Message, frozen=True, tag=25):
-    """Turn this connection into a feed: `Events` from now on, after a `Listing` series if `snapshot`."""
+    """Turn this connection into a feed: `Events` from now on. With `snapshot`, an event of kind "snapshot" for each
+    object that is there comes first, then one of kind "snapshot-end"."""
 
     snapshot: bool = False
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One change. `kind`: stored, removed, cleared, snapshot (an object that was there), or lagged (events from
-    `sequence` back were lost: subscribe again with a snapshot). `reason` tells why something was removed."""
+    """One change. `kind`: stored, removed, cleared, snapshot (an object that was there), snapshot-end, or lagged
+    (events from `sequence` back were lost: subscribe again with a snapshot). `reason` tells why something was removed."""
 
     sequence: int
     kind: str
