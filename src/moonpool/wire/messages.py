@@ -325,8 +325,11 @@ class Subscribe(Message, frozen=True, tag=25):
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One change. `kind`: stored, removed, cleared, snapshot (an object that was there), snapshot-end, or lagged
-    (events from `sequence` back were lost: subscribe again with a snapshot). `reason` tells why something was removed."""
+    """One change.
+
+    `kind`: stored, removed, cleared, snapshot (an object that was there), snapshot-end, or lagged (later events were
+    lost: subscribe again with a snapshot). `reason` tells why something was removed.
+    """
 
     sequence: int
     kind: str
