@@ -24,6 +24,10 @@ copies into a registered pool dropped its lock after 0.03 to 0.2 ms, and copies 
 readable, 335 to 800 ms after the kill; never after that."""
 
 
+PINS_MAX = 1 << 20
+"""Pins of one session on one object that it may declare; each is a view of its own."""
+
+
 @dataclass(slots=True)
 class _Watch:
     """A session that can only be watched by its lock: `free_since` is when the lock was first seen free.
@@ -87,7 +91,7 @@ class Roster:
         held: dict[int, int] = {}
         for number_, count in pins:
             slot = number_ & SLOT_MASK
-            if count > 0 and catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED:
+            if 0 < count <= PINS_MAX and catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED:
                 held[slot] = held.get(slot, 0) + count
             else:
                 stale.append(number_)
