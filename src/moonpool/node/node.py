@@ -101,7 +101,7 @@ def open_node(config: NodeConfig, folder: Folder, warn: list[str]) -> Node:
     identity = Records.identity(folder.records)
     reason = _unusable(config, folder, identity)
     fresh = reason is not None or identity is None
-    if reason and identity is not None:
+    if reason:
         warn.append(f"the pool in {folder.path} is not taken over: {reason}; starting with an empty one")
     file_mode = folder.file_mode(config.folder_mode)
     if fresh:
