@@ -99,8 +99,12 @@ class KeySpaces:
             raise InvalidRequest(f"the node keeps {SPACES_MAX} key spaces already; purge it and restart it empty")
         space = KeySpace(len(self.spaces), digest, description, epoch=0)
         self.spaces.append(space)
+        try:
+            self.save()
+        except FolderError:
+            self.spaces.pop()
+            raise
         self._by_digest[digest] = space.number
-        self.save()
         return space
 
     def select(self, digests: list[bytes], model: str, tenant: str) -> list[KeySpace]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.errors import FolderError
 from moonpool.folder.folder import Folder, open_file
 from moonpool.folder.layout import State
 from moonpool.node.holds import Holds
@@ -65,17 +66,25 @@ class Roster:
         """A new session, with its file in the folder for the client to lock."""
         session = Session(self._next, name[:128], read_only)
         self._next += 1
-        self.sessions[session.number] = session
         if self.folder is not None:
-            path = self.folder.session(session.number)
-            path.unlink(missing_ok=True)
-            fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self._locks[session.number] = self._session_file(self.folder.session(session.number), session)
+        self.sessions[session.number] = session
+        return session
+
+    def _session_file(self, path: Path, session: Session) -> int:
+        """Write a session's file afresh and return it open. Raises `FolderError`, and leaves none, where it can't."""
+        path.unlink(missing_ok=True)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
             os.fchmod(fd, 0o644)
             if ARMED:
                 reach("node-session-file")
             os.write(fd, session.token + session.name.encode())
-            self._locks[session.number] = fd
-        return session
+        except OSError as error:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise FolderError(f"{path} can't be written: {error.strerror}") from error
+        return fd
 
     def resume(
         self, number: int, token: bytes, pins: Iterable[tuple[int, int]], reservations: Iterable[int]

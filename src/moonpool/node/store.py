@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from moonpool.errors import FolderError, InvalidRequest
 from moonpool.folder.layout import (
     GENERATION_BITS,
+    INLINE_KEY_BYTES,
     INLINE_VALUE_BYTES_MAX,
     KEY_BYTES_MAX,
     METADATA_BYTES_MAX,
@@ -293,7 +294,7 @@ class Store:
         """The common case of `_reserve_one` without its generality: a new key for which there is free space. -1 where
         it takes more than that (then nothing has changed)."""
         catalogue = self.catalogue
-        if not (0 < size <= self.pool_bytes and 0 < len(key) <= KEY_BYTES_MAX) or catalogue.find(key) >= 0:
+        if not (0 < size <= self.pool_bytes and 0 < len(key) <= INLINE_KEY_BYTES) or catalogue.find(key) >= 0:
             return -1
         slot = catalogue.take_slot()
         if slot < 0:
