@@ -100,7 +100,8 @@ class Roster:
         held: dict[int, int] = {}
         for number_, count in pins:
             slot = number_ & SLOT_MASK
-            if 0 < count <= PINS_MAX and catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED:
+            known = catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED
+            if known and 0 < count <= PINS_MAX:
                 held[slot] = held.get(slot, 0) + count
             else:
                 stale.append(number_)
