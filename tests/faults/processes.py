@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from moonpool.testing.node import innermost
+
 END_S = 30.0
 
 
@@ -67,7 +69,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         if process.poll() is None:
-            process.kill()
+            os.kill(innermost(process.pid), signal.SIGKILL)
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -94,5 +96,5 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
 
 def kill(process: subprocess.Popen[str]) -> None:
     """End the process as `kill -9` does, and reap it."""
-    process.send_signal(signal.SIGKILL)
+    os.kill(innermost(process.pid), signal.SIGKILL)
     process.wait(END_S)

@@ -316,7 +316,7 @@ def test_a_file_system_that_fills_up_while_serving_kills_nobody(small_filesystem
         eventually(lambda: client.stats().sessions == before, "a session that could not begin leaves nothing")
         for _ in range(2):
             with pytest.raises(moonpool.FolderError, match="spaces"):
-                client.declare(a_space("x" * 40_000))
+                client.declare(a_space("x" * 15_000))
         filler.unlink()
         client.declare(a_space("small"))
         node.connect().close()

@@ -51,8 +51,9 @@ class RunningNode:
 
     @property
     def pid(self) -> int:
+        """The node's own pid, also where it runs under `unshare`."""
         assert self.process is not None, "the node isn't running"
-        return self.process.pid
+        return innermost(self.process.pid)
 
     @property
     def log(self) -> str:
@@ -123,7 +124,7 @@ class RunningNode:
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+            os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = STOP_S) -> int:
         """Wait for the process's end and return its exit status (negative: the signal that ended it)."""
@@ -156,13 +157,22 @@ def running_node(
     finally:
         if node.process is not None and node.process.poll() is None:
             node.signal(signal.SIGCONT)
-            if not node.prefix:  # what it runs under may keep the signal to itself
-                node.signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    node.wait()
+            node.signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                node.wait()
             if node.process.poll() is None:
                 node.kill()
         shutil.rmtree(base, ignore_errors=True)
+
+
+def innermost(pid: int) -> int:
+    """What runs under `unshare`, which waits for it and passes no signal on; other processes are what they are."""
+    try:
+        while Path(f"/proc/{pid}/comm").read_text().strip() == "unshare":
+            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    except (OSError, IndexError):
+        pass  # it has just started, or just ended
+    return pid
 
 
 def eventually(condition: Any, what: str = "", *, within_s: float = 10.0) -> Any:
