@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.client.commits import Commits
 from moonpool.client.copying import Copier
 from moonpool.client.link import Link
 
@@ -11,4 +12,10 @@ class Base:
 
     link: Link
     copier: Copier
+    commits: Commits
     read_only: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the pool that is mapped now. Raises `NodeUnavailable`."""
+        return self.link.attachment.pool.size

@@ -121,14 +121,18 @@ class Channel:
             raise refusal(reply)
         return reply
 
+    def answered(self, pending: Pending) -> bool:
+        """Whether `finish` would return or raise at once."""
+        return pending.reply is not None or self.broken is not None
+
     def abandon(self, pending: Pending) -> None:
         """Nobody asks for this reply any more: what it gives is given back, now or when it comes."""
         pending.abandoned = True
         self._give_up(pending)
 
     def collect(self) -> None:
-        """Read what has come, unless somebody else does, if it may be replies that nobody asks for any more."""
-        if not any(pending.abandoned for pending in list(self._waiting.values())):
+        """Read what has come, unless somebody else does: replies that nobody waits for now, or ever."""
+        if not self._waiting:
             return
         if self._reading.acquire(blocking=False):
             try:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import weakref
 from pathlib import Path
 from types import TracebackType
 
 from moonpool.client.administration import Administration
+from moonpool.client.commits import Commits
 from moonpool.client.copying import Copier
 from moonpool.client.embedded import EmbeddedLink
 from moonpool.client.feed import EmbeddedSubscription, SocketSubscription, Subscription
 from moonpool.client.link import Link, SocketLink
 from moonpool.client.lookup import Lookup
 from moonpool.client.writing import Writing
-from moonpool.errors import ConfigError, InvalidRequest
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError
 from moonpool.folder.folder import Folder, default_folder
 from moonpool.sizes import parse_bytes
 
@@ -34,12 +37,10 @@ class Client(Lookup, Writing, Administration):
         self.link = link
         self.url, self.name, self.read_only = url, name, read_only
         self.copier = Copier(copy_threads)
+        self.commits = Commits(link)
+        link.every_round(self.commits.collect)
+        _clients.add(self)
         self.holds = set()
-
-    @property
-    def pool_bytes(self) -> int:
-        """Size of the pool that is mapped now. Raises `NodeUnavailable`."""
-        return self.link.attachment.pool.size
 
     def subscribe(self, snapshot: bool = False) -> Subscription:
         """Every change on the node from now on, in order, as an iterator of `Event`.
@@ -61,6 +62,7 @@ class Client(Lookup, Writing, Administration):
 
     def close(self) -> None:
         """End the session, giving back all that it holds: at once, or when the last view is gone."""
+        self.commits.settle()
         self.link.close()
         self.copier.close()
 
@@ -80,6 +82,19 @@ class Client(Lookup, Writing, Administration):
 
     def __repr__(self) -> str:
         return f"<moonpool.Client {self.name!r} at {self.url}>"
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """A process that ends without closing its client: what it has put is to stay."""
+    for client in list(_clients):
+        with contextlib.suppress(MoonpoolError):
+            client.commits.settle()
+
+
+atexit.register(_at_exit)
 
 
 def connect(

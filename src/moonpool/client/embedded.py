@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from moonpool import errors
@@ -72,6 +73,12 @@ class EmbeddedLink:
 
     def finish(self, begun: Begun) -> Begun:
         return begun
+
+    def answered(self, begun: Begun | None) -> bool:
+        return True
+
+    def every_round(self, call: Callable[[], None]) -> None:
+        pass
 
     def abandon(self, begun: Begun) -> None:
         reply, attachment = begun

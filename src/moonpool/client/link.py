@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from moonpool import errors
@@ -56,6 +57,12 @@ class Link(Protocol):
 
     def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
 
+    def answered(self, begun: Begun | None) -> bool:
+        """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
+
+    def every_round(self, call: Callable[[], None]) -> None:
+        """Have the watching thread, where there is one, call this some ten times a second."""
+
     def abandon(self, begun: Begun) -> None:
         """Nobody asks for this reply any more: what it gives is given back."""
 
@@ -94,6 +101,7 @@ class SocketLink:
     ) -> None:
         self.folder, self.name, self.read_only = folder, name, read_only
         self.timeout_s, self._prefault_wanted = timeout_s, prefault
+        self._rounds: list[Callable[[], None]] = []
         self._reset()
         _links.add(self)
         try:
@@ -247,6 +255,15 @@ class SocketLink:
         channel, pending = begun
         return channel.finish(pending), channel.attachment
 
+    def answered(self, begun: Begun | None) -> bool:
+        if begun is None:
+            return True
+        channel, pending = begun
+        return bool(channel.answered(pending))
+
+    def every_round(self, call: Callable[[], None]) -> None:
+        self._rounds.append(call)
+
     def abandon(self, begun: Begun) -> None:
         channel, pending = begun
         channel.abandon(pending)
@@ -350,6 +367,9 @@ class SocketLink:
         if channel is None or channel.broken is not None:
             self._lost(channel)
         self.flush()
+        for call in self._rounds:
+            with contextlib.suppress(errors.MoonpoolError):
+                call()
         return not self._leave_if_idle()
 
     def _lost(self, channel: Channel | None) -> None:

@@ -21,12 +21,14 @@ class Lookup(Reading, Base):
 
         Advisory: the object may be gone by the time that you get it. Raises `NodeUnavailable`.
         """
+        self.commits.settle()
         attachment = self.link.attachment
         table = attachment.table
         return bool(table.mode & Mode.READ) and table.contains(encode_key(key))
 
     def exists_many(self, keys: Sequence[str | bytes]) -> list[bool]:
         """`exists` for a batch, vectorised."""
+        self.commits.settle()
         attachment = self.link.attachment
         if not attachment.table.mode & Mode.READ:
             return [False] * len(keys)
@@ -45,6 +47,7 @@ class Lookup(Reading, Base):
         Asked again under the same name it answers the same, so that it may be repeated. Other clients of the host
         may `adopt` or release the hold. Raises `NodeUnavailable`, `InvalidRequest`.
         """
+        self.commits.settle()
         attachment = self.link.attachment
         if not attachment.table.mode & Mode.READ:
             return Match(0)

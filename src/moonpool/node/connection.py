@@ -33,6 +33,8 @@ BACKLOG_MAX = 1024
 """Decoded-later frames of one connection beyond which no more is read from its socket."""
 WRITE_BUFFER_BYTES_MAX = 8 << 20
 """Replies that a client has not read; one that lets more pile up is cut off (its session is quarantined)."""
+LAST_WORDS_S = 0.1
+"""How long a dead process's socket may take to end before its session does: only where a forked child holds it."""
 EVENTS_PER_MESSAGE = 256
 SNAPSHOT_OBJECTS = 256
 
@@ -70,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._backlog: deque[memoryview] = deque()
         self._scheduled = False
         self._paused = False
+        self._gone = False  # the peer's process
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport | None = None
         self._drained = asyncio.Event()
@@ -104,6 +107,8 @@ class Connection(asyncio.Protocol):
         self.cancel_waiting()
         if self.subscriber is not None:
             self.server.node.catalogue.feed.unsubscribe(self.subscriber)
+        if self._gone:
+            self._end_gone()
         session = self.session
         if session is not None and self.server.current(session) is self and not self.server.stopping:
             self.server.node.roster.quarantine(session)
@@ -279,8 +284,15 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _process_gone(self) -> None:
-        """The peer's process is gone, and with it all I/O of its own: also when a forked child keeps the socket."""
+        """The peer's process is gone, and with it all I/O of its own. What it had sent before is served first: its
+        socket's end comes next, unless a forked child keeps the socket open."""
         self._drop_pidfd()
+        self._gone = True
+        self.server.loop.call_later(LAST_WORDS_S, self._end_gone)
+        if self._transport is None:
+            self._end_gone()
+
+    def _end_gone(self) -> None:
         if self.session is not None and self.server.current(self.session) is self:
             self.server.node.roster.end(self.session, "process-gone")
         if self._transport is not None:
