@@ -11,7 +11,8 @@ caller's buffers may be under way: when it raises `CancelledError`, nothing touc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -19,10 +20,11 @@ from moonpool.client import client as _client
 from moonpool.client.buffers import Buffer
 from moonpool.client.reading import Views
 from moonpool.client.writing import Reservations
+from moonpool.keys import KeySpace
 from moonpool.matching import Group, Match
 from moonpool.observe.stats import NodeStats
 from moonpool.status import Status, Statuses
-from moonpool.wire.messages import ObjectStat, SpaceInfo
+from moonpool.wire.messages import Event, ObjectStat, SpaceInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +89,18 @@ class AsyncClient:
     async def release_hold(self, hold: str) -> bool:
         return await _in_thread(self.sync.release_hold, hold)
 
+    async def prefix_length(self, keys: Sequence[str | bytes]) -> int:
+        return await _in_thread(self.sync.prefix_length, keys)
+
+    async def remove(self, key: str | bytes, force: bool = False) -> Status:
+        return await _in_thread(self.sync.remove, key, force)
+
+    async def touch(self, key: str | bytes) -> Status:
+        return await _in_thread(self.sync.touch, key)
+
+    async def stat(self, key: str | bytes) -> ObjectStat | None:
+        return await _in_thread(self.sync.stat, key)
+
     async def remove_many(self, keys: Sequence[str | bytes], force: bool = False) -> Statuses:
         return await _in_thread(self.sync.remove_many, keys, force)
 
@@ -95,6 +109,29 @@ class AsyncClient:
 
     async def stat_many(self, keys: Sequence[str | bytes]) -> list[ObjectStat | None]:
         return await _in_thread(self.sync.stat_many, keys)
+
+    async def pin_many(self, keys: Sequence[str | bytes], ttl_s: float | None = None) -> Statuses:
+        return await _in_thread(self.sync.pin_many, keys, ttl_s)
+
+    async def unpin_many(self, keys: Sequence[str | bytes]) -> Statuses:
+        return await _in_thread(self.sync.unpin_many, keys)
+
+    async def list(self, prefix: str | bytes = b"") -> AsyncIterator[ObjectStat]:
+        pages = self.sync.list(prefix)
+        while (found := await _in_thread(next, pages, None)) is not None:
+            yield found
+
+    async def subscribe(self, snapshot: bool = False) -> AsyncIterator[Event]:
+        """All changes from now on, as `Client.subscribe` gives them; ends after "lagged"."""
+        with await _in_thread(self.sync.subscribe, snapshot) as events:
+            while (event := await _in_thread(next, events, None)) is not None:
+                yield event
+
+    async def declare(self, space: KeySpace) -> bytes:
+        return await _in_thread(self.sync.declare, space)
+
+    async def set_mode(self, mode: str) -> None:
+        await _in_thread(self.sync.set_mode, mode)
 
     async def clear(self) -> int:
         return await _in_thread(self.sync.clear)
@@ -141,9 +178,16 @@ class _Context(Generic[C]):
         await _in_thread(self._made.__exit__, kind, error, trace)
 
 
+CALLS_MAX = 64
+"""Calls that may be under way at a time in a process. Threads of their own: calls that wait for space must not keep the
+application's executor from its work, nor from the commits that they wait for."""
+
+_executor = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="moonpool-aio")
+
+
 async def _in_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Run a call in a thread; a cancellation waits for its end."""
-    work: Awaitable[T] = asyncio.get_running_loop().run_in_executor(None, lambda: call(*args, **options))
+    work: Awaitable[T] = asyncio.get_running_loop().run_in_executor(_executor, lambda: call(*args, **options))
     future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

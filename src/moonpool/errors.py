@@ -43,8 +43,8 @@ class Closed(MoonpoolError):
     """The client, view or reservation has been closed."""
 
 
-class RequestTimeout(MoonpoolError, TimeoutError):
-    """The node didn't answer within the client's `timeout_s`."""
+class RequestTimeout(NodeUnavailable, TimeoutError):
+    """The node didn't answer within the client's `timeout_s`. Until it does, further calls fail at once."""
 
 
 class RemoteError(MoonpoolError):

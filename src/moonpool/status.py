@@ -37,9 +37,14 @@ class Status(IntEnum):
     BUFFER_TOO_SMALL = 13
     """The target holds fewer bytes than the object; nothing was written to it."""
     UNAVAILABLE = 14
-    """The node is not there."""
+    """No answer that this release understands."""
     INVALID = 15
     """The value or target can't be used: not contiguous, read-only, or not a buffer."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Status:
+        """A code of a newer node's: whatever it is, the call didn't do what was asked."""
+        return cls.UNAVAILABLE
 
     @property
     def stored(self) -> bool:

@@ -157,10 +157,11 @@ class Administration(Base):
         return reply
 
     def _statuses(self, keys: Sequence[str | bytes], make: Callable[[Keys], m.Message]) -> Statuses:
-        result = Statuses()
         wanted = encode_keys(keys)
-        for start in range(0, len(wanted), m.KEYS_MAX):
+        result = Statuses([Status.MISS] * len(wanted))
+        # The last part first, since of a chain that is touched the tail is to be the coldest.
+        for start in reversed(range(0, len(wanted), m.KEYS_MAX)):
             reply = self._ask(make(wanted[start : start + m.KEYS_MAX]), m.StatusReply)
-            result.extend(map(Status, reply.statuses))
+            result[start : start + m.KEYS_MAX] = map(Status, reply.statuses)
             result.details.update({start + i: text for i, text in reply.details.items()})
         return result

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 
 from moonpool.folder.folder import Folder
-from moonpool.folder.layout import Header
 from moonpool.folder.mapping import TOUCH_CHUNK_BYTES, Mapping
 from moonpool.folder.table import TableReader
 from moonpool.wire import messages as m
@@ -46,24 +45,22 @@ class Prefault(threading.Thread):
     Page tables are per process: without it, the first pass over resident pages runs at a fraction of the speed.
     """
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, pool: Mapping, reserved_bytes: Callable[[], int]) -> None:
         super().__init__(name="moonpool-prefault", daemon=True)
         self.done = threading.Event()
-        self._attachment = attachment
+        self._pool, self._reserved_bytes = pool, reserved_bytes
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        attachment = self._attachment
-        at, total = 0, attachment.pool.size
-        while at < total and attachment.live and not self._stopping.is_set():
-            reserved = int(attachment.table.header[Header.RESERVED_BYTES])
-            if reserved <= at:
-                time.sleep(GROWTH_POLL_S)
-                continue
-            length = min(TOUCH_CHUNK_BYTES, reserved - at)
-            if not attachment.pool.touch(at, length):
+        at, total = 0, self._pool.size
+        while at < total and not self._stopping.is_set():
+            length = min(TOUCH_CHUNK_BYTES, self._reserved_bytes() - at)
+            if length <= 0:
+                self._stopping.wait(GROWTH_POLL_S)
+            elif self._pool.touch(at, length):
+                at += length
+            else:
                 break
-            at += length
         self.done.set()
 
     def stop(self) -> None:

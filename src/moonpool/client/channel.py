@@ -10,8 +10,9 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from moonpool import errors
 from moonpool.wire import messages as m
@@ -45,11 +46,12 @@ class Channel:
         sock: socket.socket,
         timeout_s: float,
         arrived: Callable[[Channel, m.Message], None],
-        unwanted: Callable[[m.Message], None],
+        unwanted: Callable[[Channel, m.Message], None],
     ) -> None:
         self.sock = sock
-        self.timeout_s = timeout_s
         self.broken: str | None = None
+        self.sick = False
+        """An answer is overdue: new requests are refused at once until something comes."""
         self.attachment: Any = None
         """What the link has mapped for this connection; ids and offsets in its replies belong to that."""
         self._arrived, self._unwanted = arrived, unwanted
@@ -58,9 +60,14 @@ class Channel:
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._frames = FrameReader()
-        # The kernel's own timeout: no poll beside each receive.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod_us(timeout_s)))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod_us(timeout_s)))
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long an answer may take. The kernel's own timeout: no poll beside each receive."""
+        self.timeout_s = timeout_s
+        packed = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1_000_000))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def number(self) -> int:
         """An id for the next request."""
@@ -83,6 +90,8 @@ class Channel:
         with self._sending:
             if self.broken is not None:
                 raise errors.NodeUnavailable(self.broken)
+            if self.sick and message.id:
+                raise errors.NodeUnavailable("the node doesn't answer: an earlier request is overdue")
             try:
                 self.sock.sendall(frame)
             except OSError as error:
@@ -95,11 +104,12 @@ class Channel:
 
     def finish(self, pending: Pending) -> m.Message:
         """Wait for the reply. Raises `RequestTimeout`, `NodeUnavailable`, or what the node refused with."""
+        deadline = time.monotonic() + self.timeout_s
         try:
             while pending.reply is None:
                 if self._reading.acquire(blocking=False):
                     try:
-                        self._read_until(pending)
+                        self._read_until(pending, deadline)
                     finally:
                         self._reading.release()
                         self._pass_on()
@@ -108,8 +118,8 @@ class Channel:
                 # Looked at once more after the event is in place: either the reader sees it, or we see its end.
                 if not self._reading.locked():
                     continue
-                if not event.wait(self.timeout_s):
-                    raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s")
+                if not event.wait(max(0.0, deadline - time.monotonic())):
+                    self._late()
                 event.clear()
         except BaseException:
             self.abandon(pending)
@@ -137,7 +147,7 @@ class Channel:
         if self._reading.acquire(blocking=False):
             try:
                 self._receive(socket.MSG_DONTWAIT)
-            except errors.RequestTimeout:
+            except BlockingIOError:
                 pass
             finally:
                 self._reading.release()
@@ -160,24 +170,35 @@ class Channel:
             pass
         self.sock.close()
 
-    def _read_until(self, mine: Pending) -> None:
+    def _read_until(self, mine: Pending, deadline: float) -> None:
         while mine.reply is None:
             if self.broken is not None:
                 raise errors.NodeUnavailable(self.broken)
-            self._receive()
+            if time.monotonic() >= deadline:
+                self._late()
+            try:
+                self._receive()
+            except BlockingIOError:
+                self._late()
+
+    def _late(self) -> NoReturn:
+        """The node has not answered in time: don't let others wait for it as well, until it does."""
+        self.sick = True
+        raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s")
 
     def _receive(self, flags: int = 0) -> None:
-        """Take in what has come, with `_reading` held. Raises `RequestTimeout` where nothing comes."""
+        """Take in what has come, with `_reading` held. Raises `BlockingIOError` where nothing comes."""
         try:
             data = self.sock.recv(RECEIVE_BYTES, flags)
-        except BlockingIOError as error:
-            raise errors.RequestTimeout(f"no answer from the node within {self.timeout_s} s") from error
+        except BlockingIOError:
+            raise
         except OSError as error:
             self.fail(f"the connection to the node broke ({error.strerror or error})")
             return
         if not data:
             self.fail("the node closed the connection")
             return
+        self.sick = False
         try:
             for body in self._frames.feed(data):
                 self._deliver(decode_reply(body))
@@ -198,7 +219,7 @@ class Channel:
     def _give_up(self, pending: Pending) -> None:
         """Give back what an abandoned reply gives, once: whichever comes later, the reply or its abandonment."""
         if pending.reply is not None and self._waiting.pop(pending.number, None) is not None:
-            self._unwanted(pending.reply)
+            self._unwanted(self, pending.reply)
 
     def _pass_on(self) -> None:
         """Let another thread that waits take the reader's part."""
@@ -215,8 +236,3 @@ def refusal(reply: m.Refused) -> errors.MoonpoolError:
         kind = errors.RemoteError
     found: errors.MoonpoolError = kind(reply.text)
     return found
-
-
-def divmod_us(seconds: float) -> tuple[int, int]:
-    """A timeout as whole seconds and microseconds."""
-    return int(seconds), int(seconds % 1 * 1_000_000)

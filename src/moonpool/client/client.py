@@ -77,8 +77,10 @@ class Client(Lookup, Writing, Administration):
     def __del__(self) -> None:
         # At the interpreter's end modules are half gone; the process's end then ends the session.
         if not sys.is_finalizing() and hasattr(self, "copier"):
+            # Without waiting for the node: this runs wherever the last reference happens to go.
             with contextlib.suppress(Exception):
-                self.close()
+                self.link.close(wait=False)
+                self.copier.close(wait=False)
 
     def __repr__(self) -> str:
         return f"<moonpool.Client {self.name!r} at {self.url}>"
@@ -117,7 +119,8 @@ def connect(
 
     Raises `NodeUnavailable` where there is no node, `ConfigError` for a URL that is none.
     """
-    url = url or os.environ.get("MOONPOOL_URL") or f"unix:{default_folder()}"
+    named = url or os.environ.get("MOONPOOL_URL")
+    url = named or f"unix:{default_folder()}"
     name = name or f"{Path(sys.argv[0]).name or 'python'}:{os.getpid()}"
     if not timeout_s > 0:
         raise InvalidRequest(f"timeout_s={timeout_s} is not a positive time in seconds")
@@ -133,7 +136,13 @@ def connect(
         path = Path(rest)
         folder = Folder(path.parent if path.name == "node.sock" else path)
         link = SocketLink(
-            folder, name=name, read_only=read_only, timeout_s=timeout_s, prefault=prefault, required=required
+            folder,
+            name=name,
+            read_only=read_only,
+            timeout_s=timeout_s,
+            prefault=prefault,
+            required=required,
+            own_folder=not named,
         )
     else:
         raise ConfigError(f"url {url!r} is none of unix:PATH, embedded: or embedded:SIZE")

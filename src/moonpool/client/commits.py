@@ -40,15 +40,17 @@ class Commits:
     def now(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> list[Status]:
         """Commit, and wait for the answer. Raises `NodeUnavailable` where none is to be had: the extents are then
         given back (committed ones stay what they are)."""
-        commit = _Commit(attachment, ids, checksums, transfer_s)
-        self._send(commit)
-        return self._finish(commit)
+        return self._finish(_Commit(attachment, ids, checksums, transfer_s))
 
     def later(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> None:
         """Commit, and take the answer with a later call's. The node serves what this client, or anybody whom it tells,
         asks after that as if it had been waited for: messages are served in the order in which they are sent."""
         commit = _Commit(attachment, ids, checksums, transfer_s)
-        self._send(commit)
+        try:
+            self._send(commit)
+        except BaseException:
+            self._link.abort(attachment, ids)
+            raise
         if ARMED:
             reach("client-commit-sent")
         self._unanswered.append(commit)

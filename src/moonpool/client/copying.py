@@ -57,14 +57,15 @@ class Copier:
             pieces.clear()
             _settle(helpers)
         for helper in helpers:
-            helper.result()
+            if not helper.cancelled():
+                helper.result()
 
-    def close(self) -> None:
-        """End the threads; running copies are waited for."""
+    def close(self, wait: bool = True) -> None:
+        """End the threads; with `wait`, running copies are waited for."""
         with self._lock:
             executor, self._executor = self._executor, None
         if executor is not None:
-            executor.shutdown(wait=True)
+            executor.shutdown(wait=wait)
 
     def after_fork(self) -> None:
         """In a forked child: the threads are the parent's; new ones are started when needed."""
@@ -104,6 +105,8 @@ def _settle(helpers: Sequence[Future[None]]) -> None:
     """Wait until none runs, whatever comes in between; an interrupt is raised afterwards."""
     interrupted: BaseException | None = None
     for helper in helpers:
+        if helper.cancel():  # still queued behind another caller's copies: there is nothing left for it to do
+            continue
         while not helper.done():
             try:
                 helper.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,10 @@ from moonpool.wire.versions import FEATURES, Version, boot_id
 Begun = tuple[m.Message, Attachment]
 
 
+SWEEP_S = 0.1
+"""How often, at most, what time has ended is looked for."""
+
+
 class EmbeddedLink:
     """A node in private memory, called directly under one lock. Thread-safe; another process can't reach it.
 
@@ -35,6 +40,8 @@ class EmbeddedLink:
         self._dispatcher = Dispatcher(self.node, self._background.append)
         self._dropped: deque[int] = deque()
         self._closed = False
+        self._sweep_at = 0.0
+        _links.add(self)
         ours = Version.ours()
         hello = m.Hello(0, ours.major, ours.minor, sorted(FEATURES), boot_id(), name, read_only)
         self._session, welcome = self._dispatcher.hello(hello)
@@ -53,7 +60,9 @@ class EmbeddedLink:
         with self.lock:
             if self._closed:
                 raise errors.Closed("the client has been closed")
-            self.node.sweeper.sweep_once()
+            if self.node.store.clock() >= self._sweep_at:
+                self._sweep_at = self.node.store.clock() + SWEEP_S
+                self.node.sweeper.sweep_once()
             # Through the wire's own checks, so that what a socket refuses is refused here too.
             reply = self._dispatcher.serve(self._session, decode_request(bytes(encode(request)[4:])))
             if reply is None:
@@ -73,6 +82,9 @@ class EmbeddedLink:
 
     def finish(self, begun: Begun) -> Begun:
         return begun
+
+    def send(self, message: m.Message) -> None:
+        self.call(message)
 
     def answered(self, begun: Begun | None) -> bool:
         return True
@@ -111,7 +123,7 @@ class EmbeddedLink:
         while self._dropped:
             self.release(self._attachment, [self._dropped.popleft()])
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self.flush()
         self._closed = True
         self._attachment.live = False
@@ -131,3 +143,23 @@ class EmbeddedLink:
                     self.lock.wait(max(0.0, deadline - self.node.store.clock()))
         except StopIteration as stop:
             return stop.value
+
+
+_links: weakref.WeakSet[EmbeddedLink] = weakref.WeakSet()
+_forking: list[EmbeddedLink] = []
+
+
+def _before_fork() -> None:
+    """Fork while no call is under way: the child's copy of a store must be whole, and its lock free."""
+    _forking[:] = list(_links)
+    for link in _forking:
+        link.lock.acquire()
+
+
+def _after_fork() -> None:
+    for link in _forking:
+        link.lock.release()
+    _forking.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

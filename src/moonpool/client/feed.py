@@ -81,7 +81,7 @@ class SocketSubscription(_Base):
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = FrameReader()
         self._subscribed = False
-        channel = Channel(self._sock, timeout_s, lambda channel, reply: None, lambda reply: None)
+        channel = Channel(self._sock, timeout_s, lambda channel, reply: None, lambda channel, reply: None)
         try:
             self._sock.connect(str(folder.socket))
             ours = Version.ours()
@@ -103,7 +103,10 @@ class SocketSubscription(_Base):
 
     def _fetch(self, timeout_s: float) -> None:
         try:
-            if not select.select([self._sock], [], [], timeout_s)[0]:
+            # Not `select`, which refuses descriptors from 1,024 on; an engine has more of them than that.
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            if not poller.poll(timeout_s * 1000):
                 return
         except (OSError, ValueError) as error:
             raise errors.NodeUnavailable(f"the feed broke: {error}") from error

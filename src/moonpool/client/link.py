@@ -22,6 +22,7 @@ from moonpool import errors
 from moonpool.client.attachment import Attachment, Prefault
 from moonpool.client.channel import Channel
 from moonpool.folder.folder import Folder, open_file
+from moonpool.folder.layout import Header
 from moonpool.probes import ARMED, reach
 from moonpool.wire import messages as m
 from moonpool.wire.versions import FEATURES, Version, boot_id
@@ -31,6 +32,8 @@ log = logging.getLogger("moonpool.client")
 WATCH_S = 0.1
 """How often the watching thread looks for views that have been dropped."""
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.02, 1.0
+HELLO_TIMEOUT_S = 2.0
+"""The longest that a node may take to answer Hello: other threads' releases wait for it."""
 TRIES_MAX = 3
 """How often one call is sent anew because the connection broke under it."""
 
@@ -56,6 +59,9 @@ class Link(Protocol):
         """Send a request now; `finish` waits for the reply."""
 
     def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
+
+    def send(self, message: m.Message) -> None:
+        """Send a message that has no reply, if the connection is there."""
 
     def answered(self, begun: Begun | None) -> bool:
         """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
@@ -86,8 +92,9 @@ class Link(Protocol):
     def flush(self) -> None:
         """Release what `drop` has queued."""
 
-    def close(self) -> None:
-        """End the session, at once or when the last view is gone. Safe to call twice."""
+    def close(self, wait: bool = True) -> None:
+        """End the session, at once or when the last view is gone; `wait` for the node to say that it has. Safe to call
+        twice."""
 
     def prefaulted(self, timeout_s: float | None) -> bool:
         """Wait until this process's mapping has been faulted in."""
@@ -97,10 +104,18 @@ class SocketLink:
     """A session over a Unix socket: reconnects by itself, and then tells the node what it still holds."""
 
     def __init__(
-        self, folder: Folder, *, name: str, read_only: bool, timeout_s: float, prefault: bool, required: bool
+        self,
+        folder: Folder,
+        *,
+        name: str,
+        read_only: bool,
+        timeout_s: float,
+        prefault: bool,
+        required: bool,
+        own_folder: bool,
     ) -> None:
         self.folder, self.name, self.read_only = folder, name, read_only
-        self.timeout_s, self._prefault_wanted = timeout_s, prefault
+        self.timeout_s, self._prefault_wanted, self._own_folder = timeout_s, prefault, own_folder
         self._rounds: list[Callable[[], None]] = []
         self._reset()
         _links.add(self)
@@ -135,12 +150,14 @@ class SocketLink:
     @property
     def attachment(self) -> Attachment:
         attachment = self._attachment
-        if attachment is None or not attachment.live or self._closing:
-            self._current()
+        channel = self._channel
+        if attachment is None or not attachment.live or self._closing or channel is None or channel.sick:
+            if self._current().sick:
+                raise errors.NodeUnavailable("the node doesn't answer: an earlier request is overdue")
             attachment = self._attachment
             assert attachment is not None
-            if attachment.table.closed:
-                raise errors.NodeUnavailable("the node has stopped")
+        if attachment.table.closed:
+            raise errors.NodeUnavailable("the node has stopped")
         return attachment
 
     def _current(self) -> Channel:
@@ -160,11 +177,14 @@ class SocketLink:
         """Connect and say what is held. With the state locked. Raises `NodeUnavailable`."""
         if self._attachment is not None:
             self._attachment.live = False
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = Channel(sock, self.timeout_s, self._arrived, self._give_back)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor left
+            raise errors.NodeUnavailable(f"no socket to be had: {error.strerror}") from error
+        channel = Channel(sock, min(self.timeout_s, HELLO_TIMEOUT_S), self._arrived, self._give_back)
         try:
             try:
-                self.folder.check()
+                self.folder.check(own=self._own_folder)
                 sock.connect(os.fspath(self.folder.socket))
             except (OSError, errors.FolderError) as error:
                 why = (error.strerror if isinstance(error, OSError) else None) or error
@@ -176,10 +196,13 @@ class SocketLink:
             if not isinstance(welcome, m.Welcome):
                 raise errors.NodeUnavailable(f"the node answered Hello with {type(welcome).__name__}")
             Version.ours().check(Version(welcome.major, welcome.minor), welcome.layout, who="the node")
+            channel.set_timeout(self.timeout_s)
             self._adopt(channel, welcome)
         except BaseException as error:
             channel.close()
-            if isinstance(error, errors.ProtocolError | errors.FolderError | errors.RequestTimeout):
+            if isinstance(error, errors.ProtocolError | errors.FolderError | errors.RequestTimeout | OSError):
+                if isinstance(error, errors.NodeUnavailable) and not isinstance(error, errors.RequestTimeout):
+                    raise
                 raise errors.NodeUnavailable(str(error)) from error
             raise
         self._watch()
@@ -216,10 +239,17 @@ class SocketLink:
             self.folder, welcome, writable=not self.read_only, earlier=earlier
         )
         if self._attachment.pool is not (earlier.pool if earlier else None) and self._prefault_wanted:
-            self._prefault = Prefault(self._attachment)
+            if self._prefault is not None:
+                self._prefault.stop()
+            self._prefault = Prefault(self._attachment.pool, self._reserved_bytes)
             self._prefault.start()
         self._channel = channel
         self._retry_s = RECONNECT_FIRST_S
+
+    def _reserved_bytes(self) -> int:
+        """How much of the pool that is mapped now the node has reserved."""
+        attachment = self._attachment
+        return int(attachment.table.header[Header.RESERVED_BYTES]) if attachment is not None else 0
 
     def _lock_session(self, session: int) -> None:
         """Hold a lock on the session's file for as long as this process lives: a restarted node looks at it."""
@@ -272,7 +302,9 @@ class SocketLink:
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
     ) -> Begun | None:
         with self._state:
-            channel = self._current()
+            channel = self._channel
+            if channel is None or channel.broken is not None:  # else also while closing: what is filled is to stay
+                channel = self._current()
             if attachment.token != self._token:
                 return None
             return channel, channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))
@@ -287,17 +319,25 @@ class SocketLink:
             if attachment.token != self._token:
                 return
             pins = self._pins
-            for number in ids:
-                left = pins.pop(number, 0) - 1  # 0: the node has lost it meanwhile, and told us
-                if left > 0:
+            held = [number for number in ids if number in pins]  # others the node has lost meanwhile, and told us
+            for number in held:
+                left = pins[number] - 1
+                if left:
                     pins[number] = left
-            self._send(m.Release(0, ids, transfer_s))
+                else:
+                    del pins[number]
+            if held:
+                self._send(m.Release(0, held, transfer_s))
 
     def abort(self, attachment: Attachment, ids: list[int]) -> None:
         with self._state:
             if attachment.token == self._token:
                 self._reservations.difference_update(ids)
                 self._send(m.Abort(0, ids))
+
+    def send(self, message: m.Message) -> None:
+        with self._state:
+            self._send(message)
 
     def _send(self, message: m.Message) -> None:
         """With the state locked. A broken connection loses nothing: what is held is declared at the next."""
@@ -339,13 +379,12 @@ class SocketLink:
             channel.fail("the connection was replaced")
             raise errors.ProtocolError("the connection was replaced")
 
-    def _give_back(self, reply: m.Message) -> None:
-        """A reply whose caller has given up."""
-        attachment = self._attachment
-        if attachment is not None and isinstance(reply, m.Acquired):
-            self.release(attachment, [number for number in reply.ids if number])
-        elif attachment is not None and isinstance(reply, m.Reserved):
-            self.abort(attachment, [number for number in reply.ids if number])
+    def _give_back(self, channel: Channel, reply: m.Message) -> None:
+        """A reply whose caller has given up. Its ids are of the channel's session; in another they name others."""
+        if isinstance(reply, m.Acquired):
+            self.release(channel.attachment, [number for number in reply.ids if number])
+        elif isinstance(reply, m.Reserved):
+            self.abort(channel.attachment, [number for number in reply.ids if number])
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -398,12 +437,12 @@ class SocketLink:
 
     # ---- ending --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         self._closing = True
         self.flush()
-        self._leave_if_idle()
+        self._leave_if_idle(wait)
 
-    def _leave_if_idle(self) -> bool:
+    def _leave_if_idle(self, wait: bool = True) -> bool:
         """Once closed and nothing is held: say that no I/O of ours is outstanding, and go."""
         with self._state:
             if not self._closing or self._pins or self._reservations:
@@ -417,7 +456,9 @@ class SocketLink:
         # Not with the state locked: a thread that reads replies may need it to go on.
         if channel is not None:
             with contextlib.suppress(errors.MoonpoolError):
-                channel.finish(channel.begin(m.Bye(channel.number())))
+                bye = channel.begin(m.Bye(channel.number()))
+                if wait:
+                    channel.finish(bye)
             channel.close()
         if fd >= 0:
             os.close(fd)
@@ -456,8 +497,13 @@ def _watch(reference: weakref.ref[SocketLink]) -> None:
     """The watching thread. It holds no lasting reference: a client that is dropped ends its session."""
     while True:
         link = reference()
-        if link is None or not link.watch_once():
-            return
+        try:
+            if link is None or not link.watch_once():
+                return
+        except Exception:
+            # Without this thread nobody would reconnect or give dropped views back.
+            log.exception("the watching thread goes on after an error")
+            time.sleep(RECONNECT_MAX_S)
         del link
 
 

@@ -87,12 +87,26 @@ class Reading(Base):
     def get(self, key: str | bytes, *, verify: bool = False) -> bytes | None:
         """The object's bytes as a copy of its own; None for a miss.
 
-        With `verify`, raises `IntegrityError` where they differ from their checksum. Raises `NodeUnavailable`.
+        With `verify`, raises `IntegrityError` where they differ from their checksum, or could not be compared with it
+        in time. Raises `NodeUnavailable`.
         """
-        with self.view(key, verify=verify) as views:
-            self._raise_corrupt(views.statuses, key)
-            array = views[0]
-            return None if array is None else copy_out(array)
+        self.link.flush()
+        reply, attachment = self._acquire(encode_keys([key]), verify)
+        statuses = Statuses(map(Status, reply.statuses), sizes=reply.sizes)
+        held = [number for number in reply.ids if number]
+        try:
+            found = b""
+            if held:
+                found = copy_out(attachment.pool.array(reply.offsets[0], reply.sizes[0]))
+                if verify:
+                    self._check_bytes(encode_key(key), memoryview(found), reply.checksums[0], 0, statuses)
+                if not self._still_good(reply, attachment):
+                    self._recheck(reply, attachment, 0, statuses)
+        finally:
+            if held:
+                self.link.release(attachment, held)
+        self._raise_corrupt(statuses, key)
+        return found if statuses[0] is Status.OK else None
 
     def get_into(self, key: str | bytes, target: Buffer, *, verify: bool = False) -> int | None:
         """Copy the object into `target`; returns its size in bytes, None for a miss.
@@ -122,7 +136,8 @@ class Reading(Base):
             raise InvalidRequest(f"{len(keys)} keys and {len(targets)} targets; one target a key")
         wanted = encode_keys(keys)
         result = Statuses([Status.OK] * len(wanted), sizes=[0] * len(wanted))
-        for start in range(0, len(wanted), GET_KEYS_MAX):
+        # Of a long chain the last part first: what is asked for last counts as used last, and tails are to go first.
+        for start in reversed(range(0, len(wanted), GET_KEYS_MAX)):
             part = wanted[start : start + GET_KEYS_MAX]
             self._get_part(part, targets[start : start + GET_KEYS_MAX], start, result, verify)
         return result
@@ -186,20 +201,8 @@ class Reading(Base):
         self, keys: list[bytes], expected: list[int], arrays: list[Array | None], statuses: Statuses
     ) -> None:
         for i, array in enumerate(arrays):
-            if array is None:
-                continue
-            if not expected[i]:
+            if array is not None and not self._check_bytes(keys[i], array.data, expected[i], i, statuses):
                 arrays[i] = None
-                _unverified(i, statuses)
-            elif checksum(array.data) != expected[i]:
-                arrays[i] = None
-                self._report_corrupt(keys[i], i, statuses)
-
-    def _report_corrupt(self, key: bytes, place: int, statuses: Statuses) -> None:
-        """Say so, and have the node look at its own bytes: it drops them if it is they that are wrong."""
-        statuses[place] = Status.CORRUPT
-        statuses.details[place] = "the bytes differ from their checksum"
-        self.link.call(m.Verify(0, [key]))
 
     def _get_part(
         self, keys: list[bytes], targets: Sequence[Buffer], start: int, result: Statuses, verify: bool
@@ -271,7 +274,7 @@ class Reading(Base):
     def _still_good(self, reply: m.Acquired, attachment: Attachment) -> bool:
         """The look after the copy: no purge came in between, and every word still is of its generation."""
         table = attachment.table
-        if table.purge_epoch != reply.epoch:
+        if table.purge_epoch != reply.epoch or not attachment.live:  # a dead node's table says nothing any more
             return False
         return all(
             table.unchanged(word, number >> 32) for word, number in zip(reply.words, reply.ids, strict=True) if number
@@ -291,27 +294,33 @@ class Reading(Base):
         self, keys: list[bytes], reply: m.Acquired, targets: Sequence[Buffer], start: int, result: Statuses
     ) -> None:
         for i, expected in enumerate(reply.checksums):
-            if result[start + i] is not Status.OK:
-                continue
-            if not expected:
-                _unverified(start + i, result)
-            elif checksum(as_target(targets[i])[: reply.sizes[i]].data) != expected:
-                self._report_corrupt(keys[i], start + i, result)
+            if result[start + i] is Status.OK:
+                data = as_target(targets[i])[: reply.sizes[i]].data
+                self._check_bytes(keys[i], data, expected, start + i, result)
+
+    def _check_bytes(self, key: bytes, data: memoryview, expected: int, place: int, statuses: Statuses) -> bool:
+        """Compare bytes with the node's checksum of them; `statuses` says where they differ or can't be compared."""
+        if not expected:
+            statuses[place] = Status.IN_PROGRESS
+            statuses.details[place] = "the node could not compute the checksum within its bounded wait; try again"
+        elif checksum(data) != expected:
+            statuses[place] = Status.CORRUPT
+            statuses.details[place] = "the bytes differ from their checksum"
+            self.link.call(m.Verify(0, [key]))  # the node looks at its own bytes, and drops them if it is they
+        else:
+            return True
+        return False
 
     @staticmethod
     def _raise_corrupt(statuses: Statuses, key: str | bytes) -> None:
+        if statuses[0] is Status.IN_PROGRESS:
+            raise IntegrityError(statuses.details[0])
         if statuses[0] is Status.CORRUPT:
             raise IntegrityError(f"the bytes of {encode_key(key)[:64]!r} differ from their checksum")
         if len(encode_key(key)) > KEY_BYTES_MAX:
             raise InvalidRequest(f"a key of {len(encode_key(key))} bytes exceeds the limit of {KEY_BYTES_MAX}")
         if not key:
             raise InvalidRequest("a key has at least 1 byte")
-
-
-def _unverified(place: int, statuses: Statuses) -> None:
-    """The node had no checksum within its bounded wait: what can't be verified isn't handed out as verified."""
-    statuses[place] = Status.IN_PROGRESS
-    statuses.details[place] = "the node could not compute the checksum within its bounded wait; try again"
 
 
 class _Exported(weakref.ref[Array]):

@@ -229,6 +229,11 @@ class Writing(Base):
             self._put_inline(batch, options, metadatas, sums, result)
         if bulk:
             self._put_bulk(bulk, options, metadatas, sums, result)
+        if len(inline) + len(bulk) > 1:
+            # Each part was marked as used when it came; of the whole chain the tail is to be the coldest.
+            stored = [key for key, status in zip(wanted, result, strict=True) if status is Status.OK]
+            for start in reversed(range(0, len(stored), m.KEYS_MAX)):
+                self.link.send(m.Touch(0, stored[start : start + m.KEYS_MAX]))
         return result
 
     def reserve(self, key: str | bytes, size: int, **options: object) -> Reservations:
@@ -410,8 +415,8 @@ def _options(
     if not 0 <= priority <= 255:
         raise InvalidRequest(f"priority {priority} is not within 0 and 255")
     for name, value in (("ttl_s", ttl_s), ("pin_ttl_s", pin_ttl_s), ("wait_s", wait_s)):
-        if value is not None and not value >= 0:
-            raise InvalidRequest(f"{name}={value} is not a time in seconds")
+        if value is not None and not (value > 0 or (value == 0 and name == "wait_s")):
+            raise InvalidRequest(f"{name}={value} is not a positive time in seconds")
     return m.Options(
         ttl_s=ttl_s or 0.0,
         pin=2 if pin == "hard" else 1 if pin == "soft" else 0,

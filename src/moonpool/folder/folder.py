@@ -96,16 +96,22 @@ class Folder:
         """The mode of the files that clients use, for a folder of this mode: whoever may enter may read and write."""
         return 0o660 if mode & 0o070 else 0o600
 
-    def check(self) -> None:
-        """Client side: refuse a folder that is a link or that strangers may have written to. Changes nothing."""
+    def check(self, *, own: bool) -> None:
+        """Client side: refuse a folder that strangers may have made or written to. Changes nothing.
+
+        `own`: it must be this user's, as the default folder must, whose name anybody can guess and take first.
+        Another one is trusted as its name was given, unless everybody may write to it. Raises `FolderError`.
+        """
         try:
             found = os.lstat(self.path)
         except OSError as error:
             raise FolderError(f"there is no node's folder at {self.path} ({error.strerror})") from error
         if not stat.S_ISDIR(found.st_mode):
             raise FolderError(f"{self.path} is not a folder")
-        if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX and found.st_uid not in (0, os.geteuid()):
-            raise FolderError(f"{self.path} is writable by everybody and belongs to uid {found.st_uid}; not used")
+        if found.st_mode & 0o002:
+            raise FolderError(f"{self.path} is writable by everybody: what lies in it can't be trusted")
+        if own and found.st_uid != os.geteuid():
+            raise FolderError(f"{self.path} belongs to uid {found.st_uid}, not to this user ({os.geteuid()})")
 
     def take_lock(self) -> int:
         """Take the node's lock and return its file descriptor, to be kept open while the node lives.

@@ -66,6 +66,8 @@ class Catalogue:
         self.live = 0
         """Committed objects that are visible."""
         self.doomed = 0
+        self.generations = 0
+        """The last generation that was given out."""
         self.forgotten = 0
         """Counts objects that ceased to be visible: whoever paused looks whether any did meanwhile."""
         self.has_expiry = False
@@ -225,8 +227,9 @@ class Catalogue:
 
         Raises `FolderError` where metadata can't be kept (then nothing changed).
         """
-        # Generation 0 is skipped, so that an id is never 0.
-        generation = (self.words[slot * RECORD_WORDS] >> 8 & GENERATION_MASK) % GENERATION_MASK + 1
+        # Counted over the whole node, so that an id or a word of the table fits no other object for 16 million
+        # reservations; 0 is skipped, so that an id is never 0.
+        generation = self.generations = self.generations % GENERATION_MASK + 1
         flags = Flag.HARD if pin == 2 else Flag.SOFT if pin == 1 else 0
         self.records.write(
             slot,

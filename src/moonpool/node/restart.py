@@ -33,6 +33,8 @@ def recover(node: Node) -> int:
     try:
         used, rows = _place(node)
         catalogue.adopt_slots(used)
+        generations = catalogue.records.table["state"] >> np.uint64(8)
+        catalogue.generations = int((generations & np.uint64(GENERATION_MASK)).max(initial=0))
         states = rows["state"] & 0xFF
         committed = states == State.COMMITTED
         _publish(catalogue, used[committed], rows[committed])

@@ -332,9 +332,9 @@ class Store:
 
     def _deadline(self, options: m.Options) -> float:
         """Until when a whole batch may wait, for space or for other writers."""
-        wait_s = options.wait_s if options.wait_s >= 0 else self.reserve_wait_s
-        if self.growing:
-            wait_s = self.reserve_wait_max_s
+        wait_s = self.reserve_wait_max_s if self.growing else self.reserve_wait_s
+        if options.wait_s >= 0:
+            wait_s = options.wait_s
         return self.clock() + min(wait_s, self.reserve_wait_max_s)
 
     def _reserve_one(
