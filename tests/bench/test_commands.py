@@ -38,7 +38,7 @@ def measured(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 def test_local_measures_everything_under_its_promised_names(tmp_path: Path) -> None:
     result, printed = measured(tmp_path, "local", "--threads", "2")
     assert result["threads"] == 2
-    for name in ("memcpy", "put", "get_into", "put_first", "get_first"):
+    for name in ("memcpy", "put", "get_into", "put_first", "get_first", "put_second", "get_second"):
         assert set(result[f"{name}_gbps"]) == {"1MB", "2MB"}
         assert all(rate > 0 for rate in result[f"{name}_gbps"].values())
     assert result["view_us_40x2MB"] > 0

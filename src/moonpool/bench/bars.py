@@ -57,10 +57,10 @@ def local_rows(result: Result) -> Iterator[Row]:
         for size, rate in result[f"{name}_gbps"].items():
             yield Row(f"{name}, {size}", rate, "GB/s")
             yield Row(f"{name} / copyto, {size}", rate / memcpy[size], "", bars.get(size), at_least=True)
-    for name, warm in (("get_first", "get_into"), ("put_first", "put")):
-        for size, rate in result[f"{name}_gbps"].items():
-            ratio = rate / result[f"{warm}_gbps"][size]
-            yield Row(f"first pass: {warm} / warm, {size}", ratio, "", FIRST_RATIO, at_least=True)
+    for short, name in (("get", "get_into"), ("put", "put")):
+        for size, rate in result[f"{short}_first_gbps"].items():
+            ratio = rate / result[f"{short}_second_gbps"][size]
+            yield Row(f"{name}, first pass / second, {size}", ratio, "", FIRST_RATIO, at_least=True)
     yield from _views(result)
     yield Row("round trip p50, idle", result["roundtrip_us"]["p50"], "µs", 50)
     yield Row("round trip p99, idle", result["roundtrip_us"]["p99"], "µs")

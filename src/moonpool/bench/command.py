@@ -130,7 +130,7 @@ def threads(
     most = most or len(os.sched_getaffinity(0))
     with _prepared(json, plot) as stack:
         node_url, _ = _node(stack, url, most * (512 << 20))
-        result = measure(node_url, counts_up_to(most), 0.2 if quick else 3.0, progress)
+        result = measure(node_url, counts_up_to(most), 0.05 if quick else 0.5, progress)
     _report("threads", result, threads_rows, json, plot)
 
 

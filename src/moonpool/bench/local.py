@@ -22,6 +22,8 @@ Result = dict[str, Any]
 Tell = Callable[[int], None]
 
 
+PASSES = ("put_first", "get_first", "put_second", "get_second")
+"""What a fresh process measures: every batch of the first pass is on pages that it has not used before."""
 SCRUB_INTERVAL = "1s"
 """Shorter than a pass can take within the checksum share: the scrub is at work all the time."""
 
@@ -120,7 +122,7 @@ class Local:
         with self._connect(url) as client:
             with self.progress("faulting the pool in", None):
                 wait_until_settled(client)
-            for name in ("memcpy", "put", "get_into", "put_first", "get_first"):
+            for name in ("memcpy", "put", "get_into", *PASSES):
                 result[f"{name}_gbps"] = {}
             result["view_us"] = {}
             for size in scale.sizes:
@@ -155,8 +157,8 @@ class Local:
                 print(wanted, file=fresh.stdin, flush=True)
                 samples = json.loads(line_of(fresh))
             client.remove_many(keys)
-        for name in ("put", "get"):  # every batch of it is on pages that this process has not used before
-            self.result[f"{name}_first_gbps"][label] = gbps(16 * size, samples[f"{name}_s"])
+        for name in PASSES:
+            self.result[f"{name}_gbps"][label] = gbps(16 * size, samples[name])
 
     def _roundtrips(self, url: str, metrics_url: str | None) -> None:
         scale, result = self.scale, self.result

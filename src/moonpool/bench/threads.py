@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 from moonpool.bench.figures import tidy
@@ -11,6 +11,7 @@ from moonpool.bench.local import Progress
 from moonpool.bench.node import line_of, worker
 
 KINDS = ("memcpy", "put", "get_into")
+ROUNDS = 7
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -20,7 +21,8 @@ def counts_up_to(most: int) -> list[int]:
 
 
 def measure(url: str, counts: list[int], duration_s: float, progress: Progress) -> dict[str, Any]:
-    """GB/s of all clients together, by their number: plain copies, then puts, then gets, `duration_s` each."""
+    """GB/s of all clients together, by their number: plain copies, puts and gets in turn, `ROUNDS` times
+    `duration_s` each; the median round's."""
     result: dict[str, Any] = {f"{kind}_gbps": {} for kind in KINDS}
     with progress("client processes", len(counts)) as tell:
         for count in counts:
@@ -31,14 +33,14 @@ def measure(url: str, counts: list[int], duration_s: float, progress: Progress) 
 
 
 def _together(url: str, count: int, duration_s: float) -> dict[str, float]:
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
         workers = [stack.enter_context(worker("copies", url, str(duration_s))) for _ in range(count)]
-        for _ in KINDS:  # all wait for the last one, then begin together
-            for process in workers:
-                line_of(process)
-            for process in workers:
-                print("go", file=process.stdin, flush=True)
         for process in workers:
             line_of(process)
-        found = [json.loads(line_of(process)) for process in workers]
-    return {kind: sum(rates[kind] for rates in found) for kind in KINDS}
+        for _ in range(ROUNDS):
+            for kind in KINDS:
+                for process in workers:
+                    print(kind, file=process.stdin, flush=True)
+                rates[kind].append(sum(float(line_of(process)) for process in workers))
+    return {kind: median(found) for kind, found in rates.items()}

@@ -25,7 +25,8 @@ BULK_OBJECT_BYTES = 2 << 20
 
 
 def first(url: str, size: str, total: str, threads: str) -> None:
-    """The first pass over a fresh mapping: puts and gets of what this process has never touched, in turn.
+    """The first pass over a fresh mapping: puts and gets of what this process has never touched, in turn; then a
+    second one over the same, to hold it against.
 
     Reads from its standard input the keys (hex) and checksums of objects to get, writes seconds a batch.
     """
@@ -33,27 +34,29 @@ def first(url: str, size: str, total: str, threads: str) -> None:
     wanted = [(bytes.fromhex(key), int(checksum)) for key, checksum in json.loads(sys.stdin.readline())]
     source = Ring(traffic, int(total), size_bytes, 7)
     target = Ring(traffic, int(total), size_bytes, None)
-    result: dict[str, list[float]] = {"put_s": [], "get_s": []}
+    result: dict[str, list[float]] = {}
     with moonpool.connect(url, name="bench first pass", copy_threads=int(threads)) as client:
         client.wait_prefaulted()
         ours = Keys("bench-first", 7)
-        stored = []
-        for start in range(0, len(wanted) - BATCH + 1, BATCH):
-            keys, values = ours.take(BATCH), [source.piece(i) for i in source.take(BATCH)]
-            begun = perf_counter()
-            statuses = client.put_many(keys, values)
-            result["put_s"].append(perf_counter() - begun)
-            expect_ok(statuses, "put")
-            stored += keys
-            part = wanted[start : start + BATCH]
-            targets = [target.piece(i) for i in target.take(BATCH)]
-            asked = [key for key, _ in part]
-            begun = perf_counter()
-            statuses = client.get_many_into(asked, targets)
-            result["get_s"].append(perf_counter() - begun)
-            expect_ok(statuses, "get")
-            verify([checksum_of(array) for array in targets], [checksum for _, checksum in part])
-        client.remove_many(stored)
+        for which in ("first", "second"):
+            stored = []
+            puts, gets = result.setdefault(f"put_{which}", []), result.setdefault(f"get_{which}", [])
+            for start in range(0, len(wanted) - BATCH + 1, BATCH):
+                keys, values = ours.take(BATCH), [source.piece(i) for i in source.take(BATCH)]
+                begun = perf_counter()
+                statuses = client.put_many(keys, values)
+                puts.append(perf_counter() - begun)
+                expect_ok(statuses, "put")
+                stored += keys
+                part = wanted[start : start + BATCH]
+                targets = [target.piece(i) for i in target.take(BATCH)]
+                asked = [key for key, _ in part]
+                begun = perf_counter()
+                statuses = client.get_many_into(asked, targets)
+                gets.append(perf_counter() - begun)
+                expect_ok(statuses, "get")
+                verify([checksum_of(array) for array in targets], [checksum for _, checksum in part])
+            client.remove_many(stored)  # the second pass is put where the first one was
     print(json.dumps(result), flush=True)
 
 
@@ -88,7 +91,8 @@ def scrape(metrics_url: str, interval: str) -> None:
 
 
 def copies(url: str, duration: str) -> None:
-    """One of several clients: copies, puts and gets for `duration` seconds each, when told to; GB/s of each."""
+    """One of several clients: for each line of its standard input (memcpy, put or get_into) it does just that for
+    `duration` seconds, and prints GB/s."""
     size, seconds, traffic = BULK_OBJECT_BYTES, float(duration), Traffic()
     source, target = Ring(traffic, 512 << 20, size, 5), Ring(traffic, 512 << 20, size, None)
     keys = Keys("bench-thr", time.time_ns())
@@ -104,14 +108,14 @@ def copies(url: str, duration: str) -> None:
             stored.append(keys.take(BATCH))
             expect_ok(client.put_many(stored[-1], [source.piece(i) for i in source.take(BATCH)]), "put")
 
-        def get() -> None:
+        def get_into() -> None:
             stored.append(stored.pop(0))
             expect_ok(client.get_many_into(stored[-1], [target.piece(i) for i in target.take(BATCH)]), "get")
 
-        result = {}
+        put()
         print("ready", flush=True)
-        for name, work in (("memcpy", memcpy), ("put", put), ("get_into", get)):
-            sys.stdin.readline()
+        for name in map(str.strip, sys.stdin):
+            work = {"memcpy": memcpy, "put": put, "get_into": get_into}[name]
             moved, taken, begun = 0, 0.0, perf_counter()
             while perf_counter() - begun < seconds:
                 if name == "put" and len(stored) >= THREADS_BATCHES:
@@ -120,11 +124,9 @@ def copies(url: str, duration: str) -> None:
                 work()
                 taken += perf_counter() - started
                 moved += BATCH * size
-            result[name] = moved / taken / 1e9
-            print(name, flush=True)
+            print(moved / taken / 1e9, flush=True)
         for left in stored:
             client.remove_many(left)
-    print(json.dumps(result), flush=True)
 
 
 THREADS_BATCHES = 12
