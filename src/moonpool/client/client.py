@@ -80,7 +80,7 @@ class Client(Lookup, Writing, Administration):
             # Without waiting for the node: this runs wherever the last reference happens to go.
             with contextlib.suppress(Exception):
                 self.link.close(wait=False)
-                self.copier.close(wait=False)
+                self.copier.close()
 
     def __repr__(self) -> str:
         return f"<moonpool.Client {self.name!r} at {self.url}>"

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,18 @@ SPREAD_BYTES_MIN = 8 << 20
 
 
 class Copier:
-    """Copies batches of slices with `threads` threads, the caller's being one of them. Thread-safe."""
+    """Copies batches of slices with `threads` threads, the caller's being one of them. Thread-safe.
+
+    Its threads are plain ones that take work from a queue: an executor's own locks are written in Python, and an
+    interrupt inside one of them would leave it locked for good.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         available = len(os.sched_getaffinity(0))
         self.threads = max(1, threads if threads is not None else min(4, available))
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._started = 0
         _copiers.add(self)
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
@@ -43,40 +48,93 @@ class Copier:
             for target, source in pairs:
                 np.copyto(target, source)
             return
-        pieces: deque[tuple[Bytes, Bytes]] = deque()
+        batch = _Batch()
         for target, source in pairs:
             for start in range(0, len(target), PIECE_BYTES):
-                pieces.append((target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES]))
-        executor = self._pool()
-        helpers: list[Future[None]] = []
+                batch.pieces.append((target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES]))
         try:
-            for _ in range(min(self.threads, len(pieces)) - 1):
-                helpers.append(executor.submit(_drain, pieces))
-            _drain(pieces)
-        finally:
-            pieces.clear()
-            _settle(helpers)
-        for helper in helpers:
-            if not helper.cancelled():
-                helper.result()
+            queue = self._helpers()
+            for _ in range(min(self.threads, len(batch.pieces)) - 1):
+                queue.put(batch)
+            batch.drain()
+            batch.settle()
+        except BaseException:
+            batch.stop()
+            raise
+        if batch.error is not None:
+            raise batch.error
 
-    def close(self, wait: bool = True) -> None:
-        """End the threads; with `wait`, running copies are waited for."""
+    def close(self) -> None:
+        """End the threads, each after the copy that it may be at."""
         with self._lock:
-            executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=wait)
+            for _ in range(self._started):
+                self._queue.put(None)
+            self._started = 0
 
     def after_fork(self) -> None:
         """In a forked child: the threads are the parent's; new ones are started when needed."""
         self._lock = threading.Lock()
-        self._executor = None
+        self._queue = SimpleQueue()
+        self._started = 0
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _helpers(self) -> SimpleQueue[_Batch | None]:
+        """The queue that the threads read, all of them started."""
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="moonpool-copy")
-            return self._executor
+            while self._started < self.threads - 1:
+                threading.Thread(target=_help, args=(self._queue,), name="moonpool-copy", daemon=True).start()
+                self._started += 1
+            return self._queue
+
+
+class _Batch:
+    """The pieces of one call, taken by the caller's thread and by helpers until none is left."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[tuple[Bytes, Bytes]] = deque()
+        self.error: BaseException | None = None
+        self._gates: list[threading.Lock] = []
+
+    def drain(self) -> None:
+        """Copy pieces until none is left."""
+        while True:
+            try:
+                target, source = self.pieces.popleft()
+            except IndexError:
+                return
+            if ARMED:
+                reach("client-copying")
+            np.copyto(target, source)
+
+    def help(self) -> None:
+        """The same in a helper. Whoever sees its gate waits for it; whoever doesn't has left it nothing."""
+        gate = threading.Lock()
+        with gate:
+            self._gates.append(gate)
+            try:
+                self.drain()
+            except BaseException as error:
+                self.error = error
+
+    def settle(self) -> None:
+        """Leave nothing to be taken, and wait until no helper copies."""
+        self.pieces.clear()
+        for gate in list(self._gates):
+            with gate:
+                pass
+
+    def stop(self) -> None:
+        """`settle`, whatever comes in between: an interrupt is raised already."""
+        while True:
+            try:
+                return self.settle()
+            except BaseException:
+                continue
+
+
+def _help(queue: SimpleQueue[_Batch | None]) -> None:
+    while (batch := queue.get()) is not None:
+        batch.help()
+        del batch  # and with it what it refers to
 
 
 def copy_out(source: Bytes) -> bytes:
@@ -88,32 +146,6 @@ def copy_out(source: Bytes) -> bytes:
     result = bytes(len(source))
     ctypes.memmove(ctypes.c_char_p(result), source.ctypes.data, len(source))
     return result
-
-
-def _drain(pieces: deque[tuple[Bytes, Bytes]]) -> None:
-    while True:
-        try:
-            target, source = pieces.popleft()
-        except IndexError:
-            return
-        if ARMED:
-            reach("client-copying")
-        np.copyto(target, source)
-
-
-def _settle(helpers: Sequence[Future[None]]) -> None:
-    """Wait until none runs, whatever comes in between; an interrupt is raised afterwards."""
-    interrupted: BaseException | None = None
-    for helper in helpers:
-        if helper.cancel():  # still queued behind another caller's copies: there is nothing left for it to do
-            continue
-        while not helper.done():
-            try:
-                helper.exception()
-            except BaseException as error:  # KeyboardInterrupt above all: the copy still runs, so wait on
-                interrupted = error
-    if interrupted is not None:
-        raise interrupted
 
 
 _copiers: weakref.WeakSet[Copier] = weakref.WeakSet()
