@@ -19,6 +19,8 @@ from moonpool.wire import messages as m
 from moonpool.wire.frames import FrameReader, decode_reply, encode
 
 RECEIVE_BYTES = 1 << 18
+UNREAD_MAX = 5
+"""So many looks in a row, 0.1 s apart, may find the reader's lock taken and nobody reading."""
 
 
 class Pending:
@@ -57,6 +59,8 @@ class Channel:
         self._arrived, self._unwanted = arrived, unwanted
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Pending] = {}
+        self._receiving = False
+        self._unread = 0
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._frames = FrameReader()
@@ -152,6 +156,12 @@ class Channel:
             finally:
                 self._reading.release()
                 self._pass_on()
+            self._unread = 0
+        elif not self._receiving:
+            # An interrupt between taking the lock and the `try` after it leaves the lock taken, and nobody reading.
+            self._unread += 1
+            if self._unread >= UNREAD_MAX:
+                self.fail("its reader was interrupted")
 
     def fail(self, why: str) -> None:
         """The connection is over: wake everybody who waits on it."""
@@ -189,12 +199,19 @@ class Channel:
     def _receive(self, flags: int = 0) -> None:
         """Take in what has come, with `_reading` held. Raises `BlockingIOError` where nothing comes."""
         try:
+            self._receiving = True
             data = self.sock.recv(RECEIVE_BYTES, flags)
         except BlockingIOError:
             raise
         except OSError as error:
             self.fail(f"the connection to the node broke ({error.strerror or error})")
             return
+        except BaseException:
+            # What had come may be lost with the interrupt: the next connection says what is held.
+            self.fail("a receive was interrupted")
+            raise
+        finally:
+            self._receiving = False
         if not data:
             self.fail("the node closed the connection")
             return
@@ -204,13 +221,22 @@ class Channel:
                 self._deliver(decode_reply(body))
         except errors.ProtocolError as error:
             self.fail(str(error))
+        except BaseException:
+            self.fail("reading replies was interrupted")
+            raise
 
     def _deliver(self, reply: m.Message) -> None:
         pending = self._waiting.get(reply.id)
         if pending is None:
             return
-        self._arrived(self, reply)
-        pending.reply = reply
+        try:
+            self._arrived(self, reply)
+            pending.reply = reply
+        except errors.ProtocolError:
+            raise
+        except BaseException:
+            self._unwanted(self, reply)
+            raise
         if pending.abandoned:
             self._give_up(pending)
         elif pending.event is not None:
