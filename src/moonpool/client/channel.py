@@ -77,24 +77,26 @@ class Channel:
         """An id for the next request."""
         return next(self._numbers)
 
-    def begin(self, request: m.Message) -> Pending:
-        """Send a request; `finish` waits for its reply. Raises `NodeUnavailable`."""
-        pending = Pending(request.id)
-        self._waiting[request.id] = pending
+    def begin(self, *requests: m.Message) -> list[Pending]:
+        """Send requests, all at once; `finish` waits for the reply of each. Raises `NodeUnavailable`."""
+        begun = [Pending(request.id) for request in requests]
+        for pending in begun:
+            self._waiting[pending.number] = pending
         try:
-            self.send(request)
+            self.send(*requests)
         except BaseException:
-            self._waiting.pop(request.id, None)
+            for pending in begun:
+                self._waiting.pop(pending.number, None)
             raise
-        return pending
+        return begun
 
-    def send(self, message: m.Message) -> None:
-        """Send a message that has no reply, or whose reply somebody waits for. Raises `NodeUnavailable`."""
-        frame = encode(message)
+    def send(self, *messages: m.Message) -> None:
+        """Send messages that have no reply, or whose reply somebody waits for. Raises `NodeUnavailable`."""
+        frame = encode(messages[0]) if len(messages) == 1 else b"".join(map(encode, messages))
         with self._sending:
             if self.broken is not None:
                 raise errors.NodeUnavailable(self.broken)
-            if self.sick and message.id:
+            if self.sick and messages[0].id:
                 raise errors.NodeUnavailable("the node doesn't answer: an earlier request is overdue")
             try:
                 self.sock.sendall(frame)

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool import errors
@@ -79,6 +79,9 @@ class EmbeddedLink:
 
     def begin(self, request: m.Message) -> Begun:
         return self.call(request), self._attachment
+
+    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
+        return [self.begin(request) for request in requests]
 
     def finish(self, begun: Begun) -> Begun:
         return begun

@@ -86,7 +86,7 @@ class SocketSubscription(_Base):
             self._sock.connect(str(folder.socket))
             ours = Version.ours()
             hello = m.Hello(1, ours.major, ours.minor, sorted(FEATURES), boot_id(), name, True)
-            channel.finish(channel.begin(hello))
+            channel.finish(*channel.begin(hello))
             # From here on the node pushes: frames are read here, not by the channel.
             self._sock.sendall(encode(m.Subscribe(2, snapshot)))
             while not self._subscribed:  # what changes once this has returned is in the feed

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from moonpool import errors
@@ -57,6 +57,9 @@ class Link(Protocol):
 
     def begin(self, request: m.Message) -> Begun:
         """Send a request now; `finish` waits for the reply."""
+
+    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
+        """Send several requests at once."""
 
     def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
 
@@ -192,7 +195,7 @@ class SocketLink:
                     f"no node answers at {self.folder.socket} ({why}); start one with "
                     f"`moonpool serve --dir {self.folder.path}`"
                 ) from error
-            welcome = channel.finish(channel.begin(self._hello(channel.number())))
+            welcome = channel.finish(*channel.begin(self._hello(channel.number())))
             if not isinstance(welcome, m.Welcome):
                 raise errors.NodeUnavailable(f"the node answered Hello with {type(welcome).__name__}")
             Version.ours().check(Version(welcome.major, welcome.minor), welcome.layout, who="the node")
@@ -279,7 +282,12 @@ class SocketLink:
 
     def begin(self, request: m.Message) -> Begun:
         channel = self._current()
-        return channel, channel.begin(_numbered(request, channel.number()))
+        return channel, channel.begin(_numbered(request, channel.number()))[0]
+
+    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
+        channel = self._current()
+        numbered = [_numbered(request, channel.number()) for request in requests]
+        return [(channel, pending) for pending in channel.begin(*numbered)]
 
     def finish(self, begun: Begun) -> tuple[m.Message, Attachment]:
         channel, pending = begun
@@ -307,7 +315,7 @@ class SocketLink:
                 channel = self._current()
             if attachment.token != self._token:
                 return None
-            return channel, channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))
+            return channel, channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))[0]
 
     def committed(self, attachment: Attachment, ids: list[int]) -> None:
         with self._state:
@@ -456,7 +464,7 @@ class SocketLink:
         # Not with the state locked: a thread that reads replies may need it to go on.
         if channel is not None:
             with contextlib.suppress(errors.MoonpoolError):
-                bye = channel.begin(m.Bye(channel.number()))
+                (bye,) = channel.begin(m.Bye(channel.number()))
                 if wait:
                     channel.finish(bye)
             channel.close()

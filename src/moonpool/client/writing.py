@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -229,7 +230,7 @@ class Writing(Base):
             self._put_inline(batch, options, metadatas, sums, result)
         if bulk:
             self._put_bulk(bulk, options, metadatas, sums, result)
-        if len(inline) + len(bulk) > 1:
+        if len(inline) + len(bulk) > (2 if not inline else 1):
             # Each part was marked as used when it came; of the whole chain the tail is to be the coldest.
             stored = [key for key, status in zip(wanted, result, strict=True) if status is Status.OK]
             for start in reversed(range(0, len(stored), m.KEYS_MAX)):
@@ -307,11 +308,12 @@ class Writing(Base):
     ) -> None:
         """Reserve, copy, commit, batch by batch. The next batch is reserved while this one is copied, and commits are
         not waited for: a client that has just moved tens of MB, and its node, take 0.1 to 0.3 ms for a round trip,
-        since no cache holds anything of theirs any more.
+        since no cache holds anything of theirs any more. Messages that belong together go out together for the same
+        reason.
         """
         self.link.flush()
         self.commits.collect()
-        requests = [
+        requests: list[m.Message] = [
             m.Reserve(
                 0,
                 batch.keys,
@@ -321,29 +323,40 @@ class Writing(Base):
             )
             for batch in batches
         ]
-        begun: Begun | None = self.link.begin(requests[0])
+        ahead = deque(self._begin_quietly(requests[:2]))
+        filled: list[int] = []
+        sums_filled: list[int] = []
+        attachment: Attachment | None = None
         try:
             for at, batch in enumerate(batches):
                 asked = perf_counter()
-                ahead, begun = begun, None
-                reply, attachment = self._finish_reserve(ahead, requests[at])
-                if at + 1 < len(batches):
-                    begun = self._begin_quietly(requests[at + 1])
+                reply, now = self._finish_reserve(ahead.popleft() if ahead else None, requests[at])
+                if attachment is not None and attachment is not now and filled:
+                    self.commits.later(attachment, filled, sums_filled, 0.0)
+                    filled, sums_filled = [], []
+                attachment = now
+                if 0 < at < len(batches) - 1:
+                    ahead.extend(self._begin_quietly(requests[at + 1 : at + 2]))
                 reserved = perf_counter()
                 _note(result, batch.places, reply.statuses, reply.details)
-                ids = [number for number in reply.ids if number]
-                self._fill(batch, reply, attachment, ids)
+                self._fill(batch, reply, attachment)
                 copied = perf_counter()
-                if ids:
-                    own = [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number] if sums else []
-                    self.commits.later(attachment, ids, own, copied - reserved)
+                filled += [number for number in reply.ids if number]
+                if sums:
+                    sums_filled += [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number]
+                # The few of the first batch are committed with the second.
+                if filled and (at or len(batches) == 1):
+                    self.commits.later(attachment, filled, sums_filled, copied - reserved)
+                    filled, sums_filled = [], []
                 if log.isEnabledFor(logging.DEBUG):
                     _log_put("put", batch, reserved - asked, copied - reserved, perf_counter() - copied)
         finally:
-            if begun is not None:
+            for begun in ahead:
                 self.link.abandon(begun)
+            if filled and attachment is not None:  # interrupted between two batches
+                self.link.abort(attachment, filled)
 
-    def _fill(self, batch: _Batch, reply: m.Reserved, attachment: Attachment, ids: list[int]) -> None:
+    def _fill(self, batch: _Batch, reply: m.Reserved, attachment: Attachment) -> None:
         """Copy a batch's values into their extents; gives those back where that is interrupted."""
         if ARMED:
             reach("client-reserved")
@@ -357,19 +370,19 @@ class Writing(Base):
                 ]
             )
         except BaseException:
-            self.link.abort(attachment, ids)
+            self.link.abort(attachment, [number for number in reply.ids if number])
             raise
         if ARMED:
             reach("client-filled")
 
-    def _begin_quietly(self, request: m.Message) -> Begun | None:
-        """Send ahead; where that fails, the request is sent again when its reply is wanted."""
+    def _begin_quietly(self, requests: Sequence[m.Message]) -> list[Begun]:
+        """Send ahead; where that fails, a request is sent again when its reply is wanted."""
         try:
-            return self.link.begin(request)
+            return self.link.begin_many(requests)
         except NodeUnavailable:
-            return None
+            return []
 
-    def _finish_reserve(self, begun: Begun | None, request: m.Reserve) -> tuple[m.Reserved, Attachment]:
+    def _finish_reserve(self, begun: Begun | None, request: m.Message) -> tuple[m.Reserved, Attachment]:
         try:
             reply, attachment = self.link.finish(begun) if begun is not None else self.link.exchange(request)
         except NodeUnavailable:
