@@ -127,6 +127,8 @@ class Channel:
                 if not event.wait(max(0.0, deadline - time.monotonic())):
                     self._late()
                 event.clear()
+                if self.broken is not None and pending.reply is None:
+                    raise errors.NodeUnavailable(self.broken)
         except BaseException:
             self.abandon(pending)
             self._pass_on()  # it may have been our turn to read
