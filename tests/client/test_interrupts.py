@@ -21,7 +21,7 @@ from moonpool import Status
 from moonpool.testing.node import eventually
 from moonpool.testing.values import generation_of, value_of
 
-SIZE = 14 << 20
+SIZE = 15 << 20
 ROUNDS = 40
 SEED = int(os.environ.get("TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 16)
 pytestmark = pytest.mark.timeout(60, method="thread")  # the other method's signal is ours here
@@ -48,7 +48,7 @@ def interrupted(call: Callable[[], object], after_s: float) -> bool:
 
 def in_mid_copy(call: Callable[[], object]) -> float:
     """A moment, in seconds from the call's begin, at which it copies: it does little else."""
-    return random.uniform(0.2, 0.7) * min(timed(call) for _ in range(3))
+    return random.uniform(0.35, 0.65) * min(timed(call) for _ in range(3))
 
 
 def timed(call: Callable[[], object]) -> float:
