@@ -103,15 +103,7 @@ class Local:
         with OwnNode(self.scale.load_pool_bytes, "--scrub-interval", SCRUB_INTERVAL) as node:
             self._roundtrips(node.url, node.metrics_url)
         with OwnNode(self.scale.small_pool_bytes, "--slots", str(self.scale.objects * 5 // 4)) as node:
-            with self._connect(node.url) as client:
-                wait_until_settled(client)
-                before = node.anonymous_bytes()
-                small = self._small(client)
-                grown = node.anonymous_bytes() - before
-            self.result["node_heap_bytes_per_object"] = tidy(grown / self.scale.objects)
-            last = small.keys[-1]
-            taken_s = lookups.restart(node, last, lookups.value_of(last))
-            self.result["restart_s"] = {f"{self.scale.objects}_objects": tidy(taken_s)}
+            self._many(node)
         self._restart_large()
         return self.result
 
@@ -191,6 +183,18 @@ class Local:
                 for start in range(0, len(small.keys), 1024):
                     client.remove_many(small.keys[start : start + 1024])
         return small
+
+    def _many(self, node: OwnNode) -> None:
+        """What needs a table full of small objects and a node of our own: its memory, and its restart."""
+        with self._connect(node.url) as client:
+            wait_until_settled(client)
+            before = node.anonymous_bytes()
+            small = self._small(client)
+            grown = node.anonymous_bytes() - before
+        self.result["node_heap_bytes_per_object"] = tidy(grown / self.scale.objects)
+        last = small.keys[-1]
+        taken_s = lookups.restart(node, last, lookups.value_of(last))
+        self.result["restart_s"] = {f"{self.scale.objects}_objects": tidy(taken_s)}
 
     def _restart_large(self) -> None:
         """Left out, and said so, where the machine lacks the memory."""

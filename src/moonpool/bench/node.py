@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -123,6 +124,9 @@ class OwnNode:
                     process.wait()
         finally:
             shutil.rmtree(self._base, ignore_errors=True)
+            # A closed client's mapping keeps the pool's memory until the client is gone, which a cycle of references
+            # may put off; the next node needs it now.
+            gc.collect()
 
 
 def wait_until_settled(client: moonpool.Client, checksums: bool = True) -> None:
