@@ -73,6 +73,7 @@ class Connection(asyncio.Protocol):
         self._scheduled = False
         self._paused = False
         self._gone = False  # the peer's process
+        self._over = False  # nothing of it is served any more
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport | None = None
         self._drained = asyncio.Event()
@@ -87,6 +88,8 @@ class Connection(asyncio.Protocol):
             self.server.loop.add_reader(self._pidfd, self._process_gone)
 
     def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
         begun = perf_counter()
         try:
             self._backlog.extend(self._frames.feed(data))
@@ -103,8 +106,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._backlog.clear()
-        self.cancel_waiting()
+        self.retire()
         if self.subscriber is not None:
             self.server.node.catalogue.feed.unsubscribe(self.subscriber)
         if self._gone:
@@ -123,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._scheduled = False
         begun = perf_counter() if begun is None else begun
         backlog = self._backlog
-        while backlog and self._transport is not None:
+        while backlog and not self._over:
             try:
                 self._request(decode_request(backlog.popleft()))
             except errors.ProtocolError as error:
@@ -162,9 +164,9 @@ class Connection(asyncio.Protocol):
                 if reply is None:
                     return
                 if isinstance(reply, m.Message):
-                    self.send(reply)
+                    self._answer(session, reply)
                 else:
-                    self._run(request.id, reply)
+                    self._run(session, request.id, reply)
         except errors.ProtocolError:
             raise
         except errors.MoonpoolError as error:
@@ -191,23 +193,22 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _run(self, request_id: int, steps: Steps[m.Message]) -> None:
+    def _run(self, session: Session, request_id: int, steps: Steps[m.Message]) -> None:
         """Take the first step now: most are over with it. Otherwise go on as a task, others in between."""
+        if len(self._tasks) >= INFLIGHT_MAX:  # before the first step, which may grant something
+            raise errors.RemoteError(f"{INFLIGHT_MAX} requests of this client are waiting already; wait for some first")
         try:
             step = next(steps)
         except StopIteration as stop:
-            self.send(stop.value)
+            self._answer(session, stop.value)
             return
-        if len(self._tasks) >= INFLIGHT_MAX:
-            steps.close()
-            raise errors.RemoteError(f"{INFLIGHT_MAX} requests of this client are waiting already; wait for some first")
-        task = self.server.loop.create_task(self._finish(request_id, steps, step))
+        task = self.server.loop.create_task(self._finish(session, request_id, steps, step))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, request_id: int, steps: Steps[m.Message], step: float | None) -> None:
+    async def _finish(self, session: Session, request_id: int, steps: Steps[m.Message], step: float | None) -> None:
         try:
-            self.send(await self.server.drive(steps, step))
+            self._answer(session, await self.server.drive(steps, step))
         except errors.MoonpoolError as error:
             self.send(m.Refused(request_id, type(error).__name__, str(error)))
         except Exception as error:
@@ -215,6 +216,14 @@ class Connection(asyncio.Protocol):
             self.send(m.Refused(request_id, "RemoteError", f"internal error in the node: {error!r}"))
         finally:
             steps.close()
+
+    def _answer(self, session: Session, reply: m.Message) -> None:
+        """Send a reply; one that can't be sent takes back what it would have granted."""
+        try:
+            self.send(reply)
+        except errors.ProtocolError as error:
+            self.server.node.store.take_back(session, reply)
+            self.send(m.Refused(reply.id, "RemoteError", f"the reply is too long: {error}"))
 
     def send(self, message: m.Message) -> None:
         """Queue a message; a client that doesn't read its replies is cut off at a bound."""
@@ -304,14 +313,16 @@ class Connection(asyncio.Protocol):
             os.close(self._pidfd)
             self._pidfd = None
 
-    def cancel_waiting(self) -> None:
-        """Requests that wait go no further, not even if what they waited for has just come."""
+    def retire(self) -> None:
+        """Serve nothing more: neither what has come in nor what waits, not even if what it waited for has just come."""
+        self._over = True
+        self._backlog.clear()
         for task in list(self._tasks):
             task.cancel()
 
     def forget(self) -> None:
         """Another connection has taken the session up: this one is nobody's."""
         self._drop_pidfd()
-        self.cancel_waiting()
+        self.retire()
         if self._transport is not None:
             self._transport.abort()

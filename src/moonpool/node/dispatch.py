@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -136,6 +136,11 @@ class Dispatcher:
             empty = [0] * len(request.keys)
             disabled = [int(Status.DISABLED)] * len(request.keys)
             return m.Acquired(request.id, disabled, empty, empty, empty, empty, empty, 0)
+        if request.checksums:
+            return self._acquire_summed(session, request)
+        return self._acquire_now(session, request)
+
+    def _acquire_now(self, session: Session, request: m.Acquire) -> m.Acquired:
         begun = perf_counter()
         space = self._space_of(request.keys)
         slots = list(map(self._catalogue.find, request.keys))
@@ -146,9 +151,15 @@ class Dispatcher:
         counters.misses[space] += len(request.keys) - hits
         counters.bytes_read[space] += sum(reply.sizes)
         counters.stage("get", "query", space, perf_counter() - begun)
-        if request.checksums:
-            return cast("Steps[m.Message]", self.node.checksums.complete(reply))
         return reply
+
+    def _acquire_summed(self, session: Session, request: m.Acquire) -> Steps[m.Message]:
+        reply = self._acquire_now(session, request)
+        try:
+            return (yield from self.node.checksums.complete(reply))
+        except BaseException:  # also where the one who asked is gone
+            self._store.take_back(session, reply)
+            raise
 
     def _release(self, session: Session, request: m.Release) -> None:
         if request.transfer_s > 0:

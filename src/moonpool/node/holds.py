@@ -88,14 +88,18 @@ class Holds:
         if hold is None:
             return self.store.acquire_slots(session, request.id, [])
         reply = self.store.acquire_slots(session, request.id, hold.slots[:SLICE_KEYS])
-        for start in range(SLICE_KEYS, len(hold.slots), SLICE_KEYS):
-            yield None
-            slots = hold.slots[start : start + SLICE_KEYS]
-            if self.by_name.get(request.hold) is not hold:
-                slots = [-1] * len(slots)
-            more = self.store.acquire_slots(session, request.id, slots)
-            for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
-                getattr(reply, name).extend(getattr(more, name))
+        try:
+            for start in range(SLICE_KEYS, len(hold.slots), SLICE_KEYS):
+                yield None
+                slots = hold.slots[start : start + SLICE_KEYS]
+                if self.by_name.get(request.hold) is not hold:
+                    slots = [-1] * len(slots)
+                more = self.store.acquire_slots(session, request.id, slots)
+                for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
+                    getattr(reply, name).extend(getattr(more, name))
+        except BaseException:
+            self.store.take_back(session, reply)
+            raise
         return reply
 
     def release(self, name: str) -> bool:

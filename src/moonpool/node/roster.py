@@ -102,14 +102,14 @@ class Roster:
             slot = number_ & SLOT_MASK
             known = catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED
             if known and 0 < count <= PINS_MAX:
-                held[slot] = held.get(slot, 0) + count
+                held[number_] = held.get(number_, 0) + count
             else:
                 stale.append(number_)
-        for slot, count in held.items():
-            self.store.pins[slot] += count
-        for slot, count in session.pins.items():
+        for number_, count in held.items():
+            self.store.pins[number_ & SLOT_MASK] += count
+        for number_, count in session.pins.items():
             for _ in range(count):
-                catalogue.unpin(slot)
+                catalogue.unpin(number_ & SLOT_MASK)
         session.pins = held
         if ARMED:
             reach("node-resuming")
@@ -150,9 +150,9 @@ class Roster:
         catalogue = self.store.catalogue
         for name in list(session.holds):
             self.holds.release(name)
-        for slot, count in session.pins.items():
+        for number, count in session.pins.items():
             for _ in range(count):
-                catalogue.unpin(slot)
+                catalogue.unpin(number & SLOT_MASK)
         session.pins.clear()
         for slot in session.reservations:
             catalogue.abort(slot)
@@ -227,7 +227,7 @@ class Roster:
         slots: set[int] = set()
         for session in self.sessions.values():
             if session.standing is not Standing.LIVE:
-                slots.update(session.pins, session.reservations)
+                slots.update(session.reservations, (number & SLOT_MASK for number in session.pins))
                 for hold in session.holds.values():
                     slots.update(hold.slots)
         if self.barrier is not None:

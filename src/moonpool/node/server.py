@@ -112,7 +112,7 @@ class Server:
         """What its requests still wait for would be granted to nobody."""
         connection = self._current.pop(session.number, None)
         if connection is not None:
-            connection.cancel_waiting()
+            connection.retire()
             self.loop.call_soon(connection.close)  # after the reply to a Bye
 
     # ---- work that waits -----------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ class Hold:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client's account. `pins` counts by slot; a pinned slot is never recycled, so the slot names the object."""
+    """One client's account. `pins` counts by object id, `reservations` holds slots: what is pinned, and every
+    reservation is, keeps its slot."""
 
     number: int
     name: str = ""

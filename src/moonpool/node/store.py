@@ -26,6 +26,8 @@ from moonpool.probes import ARMED, reach
 from moonpool.status import Status
 from moonpool.wire import messages as m
 
+SLICE_MASK = 127
+"""A batch lets others in after each 128 keys: at most 1 ms."""
 SLOT_MASK = 0xFFFF_FFFF
 _OK, _MISS = int(Status.OK), int(Status.MISS)
 _EXISTS, _STALE = int(Status.EXISTS), int(Status.STALE)
@@ -74,23 +76,29 @@ class Store:
         prints: list[int] = fingerprints(keys).tolist() if plain else []
         now, deadline = self.catalogue.wall(), self._deadline(request.options)
         words, id_of, add = self.words, self.catalogue.id_of, session.reservations.add
-        for i, key in enumerate(keys):
-            slot: int | tuple[Status, str] = -1
-            if plain:
-                slot = self._reserve_now(session, key, prints[i], sizes[i], now)
-            if slot == -1:
-                metadata = request.metadata[i] if request.metadata else b""
-                slot = yield from self._reserve_one(
-                    session, key, sizes[i], metadata, request.options, deadline, i in duplicates
-                )
-            if isinstance(slot, int):
-                ids[i] = id_of(slot)
-                offsets[i] = words[slot * RECORD_WORDS + 1]
-                add(slot)
-                continue
-            statuses[i] = int(slot[0])
-            if slot[1]:
-                details[i] = slot[1]
+        try:
+            for i, key in enumerate(keys):
+                slot: int | tuple[Status, str] = -1
+                if plain:
+                    slot = self._reserve_now(session, key, prints[i], sizes[i], now)
+                if slot == -1:
+                    metadata = request.metadata[i] if request.metadata else b""
+                    slot = yield from self._reserve_one(
+                        session, key, sizes[i], metadata, request.options, deadline, i in duplicates
+                    )
+                if isinstance(slot, int):
+                    ids[i] = id_of(slot)
+                    offsets[i] = words[slot * RECORD_WORDS + 1]
+                    add(slot)
+                else:
+                    statuses[i] = int(slot[0])
+                    if slot[1]:
+                        details[i] = slot[1]
+                if i & SLICE_MASK == SLICE_MASK:
+                    yield None
+        except BaseException:  # also where the one who asked is gone: nobody will learn of them
+            self.abort(session, ids)
+            raise
         if ARMED:
             reach("node-reserved")
         return m.Reserved(request.id, statuses, ids, offsets, details)
@@ -131,10 +139,12 @@ class Store:
                     written.append(slot)
                 else:
                     statuses[i] = _STALE
-                continue
-            statuses[i] = int(slot[0])
-            if slot[1]:
-                details[i] = slot[1]
+            else:
+                statuses[i] = int(slot[0])
+                if slot[1]:
+                    details[i] = slot[1]
+            if i & SLICE_MASK == SLICE_MASK:
+                yield None
         # What came later in the batch, or from others meanwhile, may have evicted what came first.
         self.touch_chain([slot for slot in written if words[slot * RECORD_WORDS] & 0xFF == State.COMMITTED])
         return m.StatusReply(request.id, statuses, details)
@@ -177,16 +187,22 @@ class Store:
         """One pin less on each; ids that the session doesn't hold are counted and otherwise ignored."""
         held, unpin = session.pins, self.catalogue.unpin
         for number in ids:
-            slot = number & SLOT_MASK
-            count = held.get(slot, 0)
+            count = held.get(number, 0)
             if count > 1:
-                held[slot] = count - 1
+                held[number] = count - 1
             elif count:
-                del held[slot]
+                del held[number]
             else:
                 self.catalogue.counters.stale_ids += 1
                 continue
-            unpin(slot)
+            unpin(number & SLOT_MASK)
+
+    def take_back(self, session: Session, reply: m.Message) -> None:
+        """Undo what a reply that never reached its client would have granted to it."""
+        if isinstance(reply, m.Acquired):
+            self.release(session, filter(None, reply.ids))
+        elif isinstance(reply, m.Reserved):
+            self.abort(session, reply.ids)
 
     def check(self, ids: Sequence[int]) -> list[int]:
         """Per id whether the object is still visible."""
@@ -261,11 +277,12 @@ class Store:
         for slot in slots:
             base = slot * RECORD_WORDS
             if slot >= 0 and ((state := words[base]) & 0xFF == State.COMMITTED) and (simple or catalogue.visible(slot)):
+                number = slot | state >> 8 << 32 & 0xFF_FFFF << 32
                 pins[slot] += 1
-                held[slot] = held.get(slot, 0) + 1
+                held[number] = held.get(number, 0) + 1
                 found.append(slot)
                 statuses.append(0)
-                ids.append(slot | state >> 8 << 32 & 0xFF_FFFF << 32)
+                ids.append(number)
                 offsets.append(words[base + 1])
                 sizes.append(words[base + 2])
                 places.append(words[base + 4] >> 32)
