@@ -324,54 +324,49 @@ class Writing(Base):
             for batch in batches
         ]
         ahead = deque(self._begin_quietly(requests[:2]))
-        filled: list[int] = []
-        sums_filled: list[int] = []
+        held: list[int] = []  # what is reserved and not committed yet
+        sums_held: list[int] = []
         attachment: Attachment | None = None
         try:
             for at, batch in enumerate(batches):
                 asked = perf_counter()
                 reply, now = self._finish_reserve(ahead.popleft() if ahead else None, requests[at])
-                if attachment is not None and attachment is not now and filled:
-                    self.commits.later(attachment, filled, sums_filled, 0.0)
-                    filled, sums_filled = [], []
-                attachment = now
+                if held and attachment is not None and attachment is not now:
+                    self.commits.later(attachment, held, sums_held, 0.0)
+                    held, sums_held = [], []
+                held, attachment = held + [number for number in reply.ids if number], now
                 if 0 < at < len(batches) - 1:
                     ahead.extend(self._begin_quietly(requests[at + 1 : at + 2]))
                 reserved = perf_counter()
                 _note(result, batch.places, reply.statuses, reply.details)
                 self._fill(batch, reply, attachment)
                 copied = perf_counter()
-                filled += [number for number in reply.ids if number]
                 if sums:
-                    sums_filled += [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number]
+                    sums_held += [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number]
                 # The few of the first batch are committed with the second.
-                if filled and (at or len(batches) == 1):
-                    self.commits.later(attachment, filled, sums_filled, copied - reserved)
-                    filled, sums_filled = [], []
+                if held and (at or len(batches) == 1):
+                    self.commits.later(attachment, held, sums_held, copied - reserved)
+                    held, sums_held = [], []
                 if log.isEnabledFor(logging.DEBUG):
                     _log_put("put", batch, reserved - asked, copied - reserved, perf_counter() - copied)
         finally:
             for begun in ahead:
                 self.link.abandon(begun)
-            if filled and attachment is not None:  # interrupted between two batches
-                self.link.abort(attachment, filled)
+            if held and attachment is not None:  # interrupted: no copy of ours is running any more
+                self.link.abort(attachment, held)
 
     def _fill(self, batch: _Batch, reply: m.Reserved, attachment: Attachment) -> None:
-        """Copy a batch's values into their extents; gives those back where that is interrupted."""
+        """Copy a batch's values into their extents."""
         if ARMED:
             reach("client-reserved")
-        try:
-            pool = attachment.pool.bytes
-            self.copier.copy(
-                [
-                    (pool[offset : offset + len(value)], np.frombuffer(value, np.uint8))
-                    for number, offset, value in zip(reply.ids, reply.offsets, batch.values, strict=True)
-                    if number
-                ]
-            )
-        except BaseException:
-            self.link.abort(attachment, [number for number in reply.ids if number])
-            raise
+        pool = attachment.pool.bytes
+        self.copier.copy(
+            [
+                (pool[offset : offset + len(value)], np.frombuffer(value, np.uint8))
+                for number, offset, value in zip(reply.ids, reply.offsets, batch.values, strict=True)
+                if number
+            ]
+        )
         if ARMED:
             reach("client-filled")
 
