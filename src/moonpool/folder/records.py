@@ -155,7 +155,8 @@ class Records:
         key: bytes,
         metadata: bytes,
     ) -> None:
-        """Write a whole record; it counts from its last store on. `key` and `metadata` are within their limits.
+        """Write a whole record into a free slot, whose state word keeps the last generation until then; it counts from
+        its last store on. `key` and `metadata` are within their limits.
 
         Raises `FolderError` when the overflow area (long keys, metadata) can't be extended.
         """
@@ -163,7 +164,6 @@ class Records:
         if metadata or len(key) > INLINE_KEY_BYTES:
             lengths |= Flag.OVERFLOW | self._write_overflow(key, metadata) << OVERFLOW_SHIFT
         base = slot * RECORD_WORDS
-        self.words[base] = State.FREE
         _BODY.pack_into(
             self.mapping.memory,
             HEADER_BYTES + slot * RECORD_BYTES + 8,
