@@ -30,7 +30,7 @@ class Desk:
 
     def ask(self, request: m.Message, session: Session | None = None) -> Any:
         reply = self.begin(request, session)
-        return finish(reply) if hasattr(reply, "send") else reply
+        return reply if isinstance(reply, m.Message | None) else finish(reply)
 
     def put(self, *keys: bytes, value: bytes = b"value") -> None:
         reply = self.ask(m.PutInline(1, list(keys), [memoryview(value)] * len(keys)))

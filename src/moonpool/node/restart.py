@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.folder.layout import GENERATION_MASK, INLINE_KEY_BYTES, NO_WORD, Flag, State
+from moonpool.folder.layout import GENERATION_MASK, INLINE_KEY_BYTES, NO_WORD, Flag, Header, State
 from moonpool.folder.records import KEY_LENGTH_SHIFT, LENGTH_MASK
 from moonpool.node.catalogue import UNSUMMED_MAX, Catalogue
 from moonpool.node.space import GRANULE_BYTES
@@ -68,6 +68,9 @@ def _place(node: Node) -> tuple[npt.NDArray[np.int64], Rows]:
     if len(used):
         last = int((rows["offset"] + rows["size"]).max())
         node.grow(min(node.config.pool_bytes, -(-last // GRANULE_BYTES) * GRANULE_BYTES))
+        # Where the registry was lost, later purges are to cover what is older than it.
+        catalogue.spaces.epoch = max(catalogue.spaces.epoch, int((rows["epoch"] >> np.uint64(8)).max()))
+        catalogue.table.header[Header.PURGE_EPOCH] = catalogue.spaces.epoch
     last_used = node.store.clock() - (catalogue.wall() - rows["touched"])
     placed = catalogue.space.place_many(used, rows["offset"].astype(np.int64), rows["size"].astype(np.int64), last_used)
     unknown = (rows["word_and_space"] & 0xFFFF_FFFF) >= len(catalogue.spaces.spaces)  # their registry was lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -196,6 +196,12 @@ class Space:
     def touch(self, slot: int) -> None:
         """Make a slot that owns an extent the most recently used."""
         self._objects.touch(slot, self._clock())
+
+    def touch_chain(self, slots: Sequence[int]) -> None:
+        """Touch slots that own extents, the last one first: of a chain the tail is evicted before the head."""
+        now, touch = self._clock(), self._objects.touch
+        for slot in reversed(slots):
+            touch(slot, now)
 
     def protect(self, slot: int, level: int) -> None:
         """Set how a slot is protected from eviction: 0 not at all, 1 evicted last (soft), 2 never (hard)."""

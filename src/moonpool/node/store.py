@@ -28,6 +28,8 @@ from moonpool.wire import messages as m
 
 SLICE_MASK = 127
 """A batch lets others in after each 128 keys: at most 1 ms."""
+CHAIN_STEP_S = 1e-6
+"""How much older than its forerunner each object of a chain is in the records: a restart has only those."""
 SLOT_MASK = 0xFFFF_FFFF
 _OK, _MISS = int(Status.OK), int(Status.MISS)
 _EXISTS, _STALE = int(Status.EXISTS), int(Status.STALE)
@@ -300,12 +302,12 @@ class Store:
         return m.Acquired(request_id, statuses, ids, offsets, sizes, places, checksums, catalogue.spaces.epoch)
 
     def touch_chain(self, slots: list[int]) -> None:
-        """Mark as used, tail to head, so that of a chain the tail is evicted first."""
-        touch, floats = self.space.touch, self.floats
-        now = self.catalogue.wall()
-        for slot in reversed(slots):
-            touch(slot)
-            floats[slot * RECORD_WORDS + 6] = now
+        """Mark as used, tail to head, so that of a chain the tail is evicted first, after a restart too."""
+        self.space.touch_chain(slots)
+        floats, used = self.floats, self.catalogue.wall()
+        for slot in slots:
+            floats[slot * RECORD_WORDS + 6] = used
+            used -= CHAIN_STEP_S
 
     def _reserve_now(self, session: Session, key: bytes, print_: int, size: int, now: float) -> int:
         """The common case of `_reserve_one` without its generality: a new key for which there is free space. -1 where
