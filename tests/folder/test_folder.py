@@ -96,7 +96,7 @@ def test_what_cannot_be_mapped_or_reserved_says_why(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="can't be opened"):
         Mapping.open(tmp_path / "none", writable=False)
     fd = os.open(path, os.O_RDWR)
-    with pytest.raises(FolderError, match="can't be extended|bytes are free"):
+    with pytest.raises(FolderError, match=r"can't be extended|bytes are free"):
         reserve_file(fd, 0, 1 << 50, path)
     os.close(fd)
 
