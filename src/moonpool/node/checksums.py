@@ -7,7 +7,7 @@ within a share of one core, and the scrub compares it now and then.
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -50,7 +50,9 @@ class Checksums:
         self.urgent: deque[int] = deque()
         self._suspects: set[tuple[int, int]] = set()
         self._verdicts: dict[tuple[int, int], Status] = {}
-        self._asked: set[tuple[int, int]] = set()
+        self._asked: dict[tuple[int, int], int] = {}
+        """Objects that somebody waits for, and how many results to pass over: of readings begun before."""
+        self._running: Counter[tuple[int, int]] = Counter()
         self._cursor = 0
         self._pass_started = clock()
 
@@ -62,12 +64,21 @@ class Checksums:
                 self._add(found, queue.popleft(), urgent=urgent)
         if self.scrub_interval_s > 0 and len(found) < most:
             self._scrub(found, most)
+        self._running.update(job[:2] for job in found)
         return found
+
+    def lost(self) -> None:
+        """The process that was summing has ended: no result of its jobs will come."""
+        self._running.clear()
+        self._asked = dict.fromkeys(self._asked, 0)
 
     def done(self, slot: int, generation: int, value: int) -> None:
         """A result came in. It counts only if the slot still holds the object that was read."""
         catalogue = self.catalogue
         name = slot, generation
+        self._running[name] -= 1
+        if self._running[name] <= 0:
+            del self._running[name]
         if not catalogue.has_id(slot, generation) or catalogue.state(slot) != State.COMMITTED:
             self._conclude(name, Status.MISS)
             return
@@ -102,7 +113,7 @@ class Checksums:
                 continue
             name = slot, catalogue.generation(slot)
             names.append(name)
-            self._asked.add(name)
+            self._asked[name] = self._running[name]
             self._verdicts.pop(name, None)
             self.urgent.append(slot)
         try:
@@ -113,7 +124,7 @@ class Checksums:
             ]
         finally:
             for asked in filter(None, names):
-                self._asked.discard(asked)
+                self._asked.pop(asked, None)
                 self._verdicts.pop(asked, None)
 
     def complete(self, reply: m.Acquired) -> Steps[m.Acquired]:
@@ -139,7 +150,10 @@ class Checksums:
                 self.done(slot, generation, checksum(pool[offset : offset + size]))
 
     def _conclude(self, name: tuple[int, int], verdict: Status) -> None:
-        if name in self._asked:
+        earlier = self._asked.get(name)
+        if earlier and verdict is Status.OK:
+            self._asked[name] = earlier - 1
+        elif earlier is not None:
             self._verdicts[name] = verdict
             self.catalogue.wake()
 

@@ -211,6 +211,7 @@ class ChecksumProcess:
         ours.setblocking(False)
         self._socket = ours
         self._inflight = 0
+        self.server.node.checksums.lost()
         self._pending.clear()
         command = [sys.executable, "-m", "moonpool.node.checksum_process", str(theirs.fileno()), str(self.folder.pool)]
         self._process = subprocess.Popen(
