@@ -50,6 +50,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve_wait_s: float = 0.1
     pin_share: float = 0.5
     checksum_share: float = 0.1
+    nice: int = -10
     scrub_interval_s: float = 3600.0
     reconnect_grace_s: float = 60.0
     log_level: str = "warning"

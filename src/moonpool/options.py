@@ -142,6 +142,16 @@ def _count(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _nice(text: str) -> int:
+    try:
+        nice = int(text)
+    except ValueError:
+        nice = 99
+    if not -20 <= nice <= 19:
+        raise ValueError(f"{text!r} is not a priority from -20 (first) to 19 (last)")
+    return nice
+
+
 def _share(text: str) -> float:
     number, scale = (text.strip()[:-1], 100) if text.strip().endswith("%") else (text, 1)
     try:
@@ -165,6 +175,7 @@ OPTIONS: Mapping[str, Option] = {
         Option("reserve_wait", "reserve_wait_s", _duration(most_s=RESERVE_WAIT_MAX_S), "how long to wait for space"),
         Option("pin_share", "pin_share", _share, "the share of the pool that pins may hold"),
         Option("checksum_share", "checksum_share", _share, "the share of one core that checksums may use"),
+        Option("nice", "nice", _nice, "the node's priority, where the system allows it"),
         Option("scrub_interval", "scrub_interval_s", _duration(), "time for one pass of the scrub; 0 = none"),
         Option("reconnect_grace", "reconnect_grace_s", _duration(), "how long a restarted node waits for clients"),
         Option("log_level", "log_level", _one_of(LOG_LEVELS), "how much to log"),

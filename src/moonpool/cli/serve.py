@@ -43,6 +43,7 @@ def serve(
     reserve_wait: Annotated[str | None, _flag("reserve_wait", "TIME", "100ms, at most 5s")] = None,
     pin_share: Annotated[str | None, _flag("pin_share", "SHARE", "0.5")] = None,
     checksum_share: Annotated[str | None, _flag("checksum_share", "SHARE", "0.1")] = None,
+    nice: Annotated[str | None, _flag("nice", "NICE", "-10")] = None,
     scrub_interval: Annotated[str | None, _flag("scrub_interval", "TIME", "1h")] = None,
     reconnect_grace: Annotated[str | None, _flag("reconnect_grace", "TIME", "60s")] = None,
     log_level: Annotated[str | None, _flag("log_level", "LEVEL", "warning")] = None,

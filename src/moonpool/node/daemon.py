@@ -61,7 +61,7 @@ def run(config: NodeConfig, on_progress: Report | None = None) -> None:
         for warning in warnings:
             log.warning("%s", warning)
         gc.freeze()
-        prefer_latency()
+        prefer_latency(config.nice)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, folder, node, on_progress or (lambda progress: None)))
     finally:
@@ -109,7 +109,9 @@ async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Report)
         preparation.stop()
         checksums.stop()
         folder.forget()
-        server.use(open_node(config, folder, []))
+        fresh = open_node(config, folder, [])
+        fresh.set_mode(server.node.mode)
+        server.use(fresh)
         checksums.start()
         preparation = Preparation(config, folder, server, report)
         preparation.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import struct
 
@@ -15,14 +16,20 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQII")
 _SYSCALL = {"x86_64": 314, "aarch64": 274}  # sched_setattr
 
 
-def prefer_latency() -> bool:
-    """Ask for a short slice for the calling thread. False where this kernel or machine doesn't know how; harmless then.
+def prefer_latency(nice: int) -> bool:
+    """Ask for a short slice for the calling thread, and for priority `nice` where the system allows it.
 
-    Children don't inherit it.
+    Below 0 that takes root, CAP_SYS_NICE or RLIMIT_NICE; without, the priority stays as it is. On two cores with three
+    processes that copy without a pause, -10 took a round trip's 99th percentile from 3.0 to 1.9 ms, and the node's
+    longest step, by the clock, from 4.8 to 2.4 ms. Threads and processes started later don't inherit either. False
+    where this kernel or machine knows no slices; harmless then.
     """
     number = _SYSCALL.get(platform.machine())
     if number is None:
         return False
-    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, _SCHED_OTHER, _RESET_ON_FORK, 0, 0, SLICE_NS, 0, 0, 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(number, 0, attributes, 0)) == 0
+    for wanted in (nice, os.getpriority(os.PRIO_PROCESS, 0)):
+        attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, _SCHED_OTHER, _RESET_ON_FORK, wanted, 0, SLICE_NS, 0, 0, 0, 0)
+        if libc.syscall(number, 0, attributes, 0) == 0:
+            return True
+    return False
