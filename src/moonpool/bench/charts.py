@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moonpool.bench.bars import number
+
 Result = dict[str, Any]
 COLOURS = ("#8a8f98", "#1f6f8b", "#e07a3f", "#5aa469", "#a23b72")
 
@@ -95,18 +97,19 @@ def _storm(pyplot: Any, result: Result) -> Any:
 def _bars(axes: Any, groups: list[str], series: dict[str, dict[str, float]]) -> None:
     width = 0.8 / len(series)
     palette = (*COLOURS, "#c9b458", "#6b4c9a")
-    for number, (name, values) in enumerate(series.items()):
-        places = [i + width * (number - (len(series) - 1) / 2) for i in range(len(groups))]
+    for place, (name, values) in enumerate(series.items()):
+        places = [i + width * (place - (len(series) - 1) / 2) for i in range(len(groups))]
         heights = [values.get(group, 0.0) for group in groups]
-        axes.bar(places, heights, width, label=name, color=palette[number % len(palette)])
+        axes.bar(places, heights, width, label=name, color=palette[place % len(palette)])
     axes.set_xticks(range(len(groups)), groups)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
 
 
 def _horizontal(axes: Any, values: dict[str, float]) -> None:
     names = list(values)[::-1]
     drawn = axes.barh(names, [values[name] for name in names], color=COLOURS[1])
-    axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
+    axes.bar_label(drawn, [number(values[name]) for name in names], fontsize=7, padding=2)
+    axes.margins(x=0.15)
     axes.set_xscale("log")
     axes.set_xlabel("µs")
     axes.tick_params(axis="y", labelsize=8)
