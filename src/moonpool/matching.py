@@ -14,6 +14,10 @@ from moonpool.errors import InvalidRequest
 
 Rule = Literal["all", "window", "exact"]
 RULES: tuple[Rule, ...] = ("all", "window", "exact")
+GROUPS_MAX = 64
+"""Groups of one match: a model has as many as it has kinds of layers."""
+STEP_MAX = 1 << 20
+"""Units of one key: far more than any block has tokens, and small enough that what steps have in common is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,8 @@ class Group:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise InvalidRequest(f"rule {self.rule!r} is none of {', '.join(RULES)}")
-        if self.step < 1:
-            raise InvalidRequest(f"step is {self.step}; it counts the units of one key and is at least 1")
+        if not 1 <= self.step <= STEP_MAX:
+            raise InvalidRequest(f"step is {self.step}; it counts the units of one key, from 1 to {STEP_MAX}")
         if self.rule == "window" and self.window < 1:
             raise InvalidRequest(f"window is {self.window}; a sliding window keeps at least 1 key")
 
@@ -85,4 +89,4 @@ def _satisfied(rule: str, window: int, found: npt.NDArray[np.bool_]) -> npt.NDAr
     last_missing = np.maximum.accumulate(np.where(found, -1, places))
     if rule == "all":
         return last_missing < 0
-    return places - last_missing >= np.minimum(window, places + 1)
+    return places - last_missing >= np.minimum(min(window, len(found)), places + 1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
 
 from moonpool.errors import InvalidRequest
-from moonpool.matching import RULES, longest, needed
+from moonpool.matching import GROUPS_MAX, RULES, STEP_MAX, longest, needed
 from moonpool.node.sessions import Hold, Session
 from moonpool.node.steps import Steps
 from moonpool.node.store import Store
@@ -16,6 +15,8 @@ from moonpool.wire import messages as m
 HOLDS_MAX = 65_536
 """Holds at a time on a node: an engine has one a waiting request."""
 
+HOLD_KEYS_MAX = 65_536
+"""Keys of one match, all groups together: a million tokens in blocks of 16. Who adopts them is told in one message."""
 SLICE_KEYS = 512
 """Keys looked up in one step: some 200 us."""
 
@@ -32,74 +33,93 @@ class Holds:
         answer, nothing changed."""
         if not request.hold or len(request.hold) > 256:
             raise InvalidRequest("a hold's name has 1 to 256 characters")
+        if len(request.groups) > GROUPS_MAX:
+            raise InvalidRequest(f"{len(request.groups)} groups exceed the {GROUPS_MAX} of one match")
+        if sum(len(group.keys) for group in request.groups) > HOLD_KEYS_MAX:
+            raise InvalidRequest(f"a match has at most {HOLD_KEYS_MAX} keys, all groups together")
         for group in request.groups:
-            if not 0 <= group.rule < len(RULES) or group.step < 1 or group.window < (RULES[group.rule] == "window"):
+            good = 0 <= group.rule < len(RULES) and 1 <= group.step <= STEP_MAX
+            if not good or group.window < (RULES[group.rule] == "window"):
                 raise InvalidRequest(f"no group has rule {group.rule}, window {group.window} and step {group.step}")
         known = self.by_name.get(request.hold)
         if known is not None:
             return m.Matched(request.id, known.length, False)
         if len(self.by_name) >= HOLDS_MAX:
             raise InvalidRequest(f"{HOLDS_MAX} holds are taken already; release those that have ended")
+        catalogue = self.store.catalogue
         slots: list[list[int]] = []
-        removals = self.store.catalogue.forgotten
+        generations: list[list[int]] = []
+        before, looked = (catalogue.forgotten, catalogue.spaces.epoch), 0
         for group in request.groups:
-            found: list[int] = []
-            slots.append(found)
+            slots.append([])
+            generations.append([])
             for start in range(0, len(group.keys), SLICE_KEYS):
-                if start:
+                if looked >= SLICE_KEYS:
+                    looked = 0
                     yield None
-                found += map(self.store.visible_slot, group.keys[start : start + SLICE_KEYS])
-        return self._hold(session, request, slots, changed=self.store.catalogue.forgotten != removals)
+                found = list(map(self.store.visible_slot, group.keys[start : start + SLICE_KEYS]))
+                looked += len(found)
+                slots[-1] += found
+                generations[-1] += map(catalogue.generation, found)
+        present = [np.array(found, np.int64) >= 0 for found in slots]
+        if before != (catalogue.forgotten, catalogue.spaces.epoch):  # some may have gone since they were found
+            for there, found, known_as in zip(present, slots, generations, strict=True):
+                there &= catalogue.still_visible(np.array(found, np.int64), np.array(known_as, np.uint64))
+        hold = self._hold(session, request, slots, present)
+        if hold is None:
+            return m.Matched(request.id, 0, False)
+        for end in range(len(hold.slots), 0, -SLICE_KEYS):  # tail to head
+            start = max(0, end - SLICE_KEYS)
+            self.store.touch_chain(hold.slots[start:end], start)
+            if start:
+                yield None
+                if self.by_name.get(hold.name) is not hold:
+                    break
+        return m.Matched(request.id, hold.length, True)
 
-    def _hold(self, session: Session, request: m.Match, slots: Sequence[list[int]], *, changed: bool) -> m.Matched:
-        """The second half, in one step: where objects have gone since they were found, each is looked at again."""
-        known = self.by_name.get(request.hold)
-        if known is not None:
-            return m.Matched(request.id, known.length, False)
-        pins = self.store.pins
+    def _hold(
+        self, session: Session, request: m.Match, slots: list[list[int]], present: list[npt.NDArray[np.bool_]]
+    ) -> Hold | None:
+        """Pin what the longest prefix needs, in one step from when `present` was known; None where there is none."""
         rules = [(RULES[group.rule], group.window, group.step) for group in request.groups]
-        present = []
-        for group, found in zip(request.groups, slots, strict=True):
-            if changed:
-                for i, key in enumerate(group.keys):
-                    if found[i] >= 0 and self.store.visible_slot(key) != found[i]:
-                        found[i] = -1
-            present.append(np.array(found, np.int64) >= 0)
         length = longest(rules, present)
         if not length:
-            return m.Matched(request.id, 0, False)
+            return None
         held: list[int] = []
         for rule, found in zip(rules, slots, strict=True):
-            held += [found[i] for i in needed(*rule, length)]
-        for slot in held:
-            pins[slot] += 1
+            wanted = needed(*rule, length)
+            held += found[wanted.start : wanted.stop]
+        np.add.at(np.frombuffer(self.store.pins, np.int32), held, 1)
         hold = Hold(request.hold, session, length, held)
         session.holds[hold.name] = hold
         self.by_name[hold.name] = hold
-        self.store.touch_chain(held)
-        return m.Matched(request.id, length, True)
+        return hold
 
     def adopt(self, session: Session, request: m.Adopt) -> Steps[m.Acquired]:
         """Pin for `session` what a hold holds, in the hold's order; an unknown hold gives an empty answer.
 
-        Where the hold ends in the middle of a long one, the rest are misses.
+        Where the hold ends in the middle of a long one, those not pinned yet are misses.
         """
         hold = self.by_name.get(request.hold)
         if hold is None:
             return self.store.acquire_slots(session, request.id, [])
-        reply = self.store.acquire_slots(session, request.id, hold.slots[:SLICE_KEYS])
+        parts: list[m.Acquired] = []
         try:
-            for start in range(SLICE_KEYS, len(hold.slots), SLICE_KEYS):
-                yield None
+            for start in reversed(range(0, len(hold.slots), SLICE_KEYS)):  # tail to head
                 slots = hold.slots[start : start + SLICE_KEYS]
-                if self.by_name.get(request.hold) is not hold:
-                    slots = [-1] * len(slots)
-                more = self.store.acquire_slots(session, request.id, slots)
-                for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
-                    getattr(reply, name).extend(getattr(more, name))
-        except BaseException:
-            self.store.take_back(session, reply)
+                if parts:
+                    yield None
+                    if self.by_name.get(request.hold) is not hold:
+                        slots = [-1] * len(slots)
+                parts.append(self.store.acquire_slots(session, request.id, slots, start))
+        except BaseException:  # also where the one who asked is gone
+            for part in parts:
+                self.store.take_back(session, part)
             raise
+        reply = parts.pop()
+        for part in reversed(parts):
+            for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
+                getattr(reply, name).extend(getattr(part, name))
         return reply
 
     def release(self, name: str) -> bool:

@@ -7,13 +7,15 @@ import numpy.typing as npt
 
 from moonpool.folder.layout import Flag, Header, State
 from moonpool.node.catalogue import Catalogue
-from moonpool.node.keyspaces import KeySpace
+from moonpool.node.keyspaces import KeySpace, Marks
 from moonpool.node.steps import Steps
 from moonpool.probes import ARMED, reach
 
 SLICE_RECORDS = 16_384
 """Records looked at in one step, vectorised: some 200 us."""
 
+SLICE_HIDDEN = 512
+"""Objects taken out of the shared table in one step: each costs 1 us."""
 SLICE_DROPS = 128
 """Objects dropped in one step: each costs some 4 us."""
 
@@ -35,7 +37,7 @@ class Sweeper:
         catalogue = self.catalogue
         registry = catalogue.spaces
         cut = catalogue.wall() - older_than_s
-        before = self._marks()
+        before = registry.marks()
         registry.epoch += 1
         for space in spaces:
             if older_than_s > 0:
@@ -51,11 +53,14 @@ class Sweeper:
             reach("node-purge-saved")
         count = 0
         for start in range(0, catalogue.records.slots, SLICE_RECORDS):
-            slots = self._purged(start, self._marks())
+            slots = self._purged(start, catalogue.spaces.marks())
             if len(slots):  # what an earlier purge covers, and its sweep hasn't come to, isn't counted twice
                 count += len(slots) - len(self._purged(start, before))
-            for slot in slots.tolist():
-                catalogue.hide(slot)
+            for i, slot in enumerate(slots.tolist(), 1):
+                if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
+                    catalogue.hide(slot)
+                if i % SLICE_HIDDEN == 0:
+                    yield None
             if len(slots) or start % (8 * SLICE_RECORDS) == 0:
                 yield None
         return count
@@ -64,7 +69,7 @@ class Sweeper:
         """Drop what purges made invisible. Ends the purge that it was started for."""
         catalogue = self.catalogue
         for start in range(0, catalogue.records.slots, SLICE_RECORDS):
-            slots = self._purged(start, self._marks()).tolist()
+            slots = self._purged(start, catalogue.spaces.marks()).tolist()
             for i, slot in enumerate(slots):
                 if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
                     catalogue.drop(slot, "purged")
@@ -90,24 +95,10 @@ class Sweeper:
         for slot in (np.flatnonzero(soft & ~over)[:SLICE_DROPS] + start).tolist():
             catalogue.protect(slot, 0, 0.0)
 
-    def _marks(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
-        """Where purges cut, by key space: the first epoch, and the earliest time, of what they leave."""
-        spaces = self.catalogue.spaces.spaces
-        epochs = np.array([space.epoch for space in spaces], np.uint64)
-        return epochs, np.array([space.created_after for space in spaces])
-
-    def _purged(
-        self, start: int, marks: tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]
-    ) -> npt.NDArray[np.int64]:
+    def _purged(self, start: int, marks: Marks) -> npt.NDArray[np.int64]:
         """The slots from `start` on, one slice, that are committed and covered by a purge that cut there."""
         rows = self.catalogue.records.table[start : start + SLICE_RECORDS]
         committed = np.flatnonzero((rows["state"] & 0xFF) == State.COMMITTED)
         if not len(committed):
             return committed
-        rows = rows[committed]
-        number = (rows["word_and_space"] & 0xFFFF_FFFF).astype(np.int64)
-        epochs, cuts = marks
-        told = np.minimum(number, len(epochs) - 1)  # spaces may have been declared since
-        covered = ((rows["epoch"] >> 8) < epochs[told]) | (rows["created"] < cuts[told])
-        covered &= told == number
-        return committed[covered] + start
+        return committed[self.catalogue.spaces.covered(rows[committed], marks)] + start

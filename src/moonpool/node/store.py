@@ -263,8 +263,8 @@ class Store:
 
     # ---- within --------------------------------------------------------------------------------------------------
 
-    def acquire_slots(self, session: Session, request_id: int, slots: list[int]) -> m.Acquired:
-        """Pin the visible ones of `slots` (-1 = none) for the session, touching them tail to head."""
+    def acquire_slots(self, session: Session, request_id: int, slots: list[int], place: int = 0) -> m.Acquired:
+        """Pin the visible ones of `slots` (-1 = none) for the session, touched as by `touch_chain`."""
         catalogue, words, pins, held = self.catalogue, self.words, self.pins, session.pins
         statuses: list[int] = []
         ids: list[int] = []
@@ -296,15 +296,18 @@ class Store:
                 sizes.append(0)
                 places.append(0)
                 checksums.append(0)
-        self.touch_chain(found)
+        self.touch_chain(found, place)
         if ARMED:
             reach("node-acquired")
         return m.Acquired(request_id, statuses, ids, offsets, sizes, places, checksums, catalogue.spaces.epoch)
 
-    def touch_chain(self, slots: list[int]) -> None:
-        """Mark as used, tail to head, so that of a chain the tail is evicted first, after a restart too."""
+    def touch_chain(self, slots: list[int], place: int = 0) -> None:
+        """Mark as used, tail to head, so that of a chain the tail is evicted first, after a restart too.
+
+        A long chain comes in slices, the last one first; `place` is where in it the slice begins.
+        """
         self.space.touch_chain(slots)
-        floats, used = self.floats, self.catalogue.wall()
+        floats, used = self.floats, self.catalogue.wall() - place * CHAIN_STEP_S
         for slot in slots:
             floats[slot * RECORD_WORDS + 6] = used
             used -= CHAIN_STEP_S
