@@ -228,7 +228,9 @@ class Dispatcher:
         return m.Count(request_id, count)
 
     def _declare(self, session: Session, request: m.Declare) -> m.Message:
-        return m.Count(request.id, self._catalogue.spaces.declare(request.digest, request.description).number)
+        spaces = self._catalogue.spaces
+        space = spaces.declare(request.digest, request.description, read_only=session.read_only)
+        return m.Count(request.id, space.number)
 
     def _spaces(self, session: Session, request: m.Spaces) -> m.Message:
         return m.SpaceList(request.id, self._catalogue.spaces.infos())

@@ -74,8 +74,11 @@ class Node:
         return self.catalogue.table.header[Header.MODE]
 
     def set_mode(self, mode: int) -> None:
-        """The operator's switch: clients read it from the shared header at each call."""
+        """The operator's switch: clients read it from the shared header at each call. Kept for the next node, unless
+        that is told a mode. Raises `FolderError`, with the switch set, where it can't be kept."""
         self.catalogue.table.header[Header.MODE] = mode
+        self.catalogue.spaces.mode = mode
+        self.catalogue.spaces.save()
 
     def mark_closed(self) -> None:
         """Tell clients through the header that this incarnation has stopped cleanly."""
@@ -158,17 +161,19 @@ def _assemble(
     pool_id: bytes,
     incarnation: int,
 ) -> Node:
+    spaces = KeySpaces.load(folder.spaces) if folder is not None else KeySpaces()
+    if config.origins.get("mode", "default") != "default":
+        spaces.mode = None  # what the node is told now goes before what was switched in an earlier one
     table = TableWriter(table_mapping, config.slots)
     table.format(
         pool_id=pool_id,
         incarnation=incarnation,
         slots=config.slots,
         pool_bytes=config.pool_bytes,
-        mode=MODES[config.mode],
+        mode=MODES[config.mode] if spaces.mode is None else spaces.mode,
     )
     if pool.size != config.pool_bytes:
         raise FolderError(f"the pool file has {pool.size} bytes instead of {config.pool_bytes}")
-    spaces = KeySpaces.load(folder.spaces) if folder is not None else KeySpaces()
     table.header[Header.PURGE_EPOCH] = spaces.epoch
     catalogue = Catalogue(
         records,
