@@ -46,6 +46,8 @@ class Copier:
         copy that it started is running any more."""
         if self.threads == 1 or sum(len(target) for target, _ in pairs) < SPREAD_BYTES_MIN:
             for target, source in pairs:
+                if ARMED:
+                    reach("client-copying")
                 np.copyto(target, source)
             return
         batch = _Batch()
