@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.errors import InvalidRequest
 
@@ -47,12 +46,12 @@ def as_bytes(value: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else _flat(view, value)
 
 
-def as_target(target: Buffer) -> npt.NDArray[np.uint8]:
-    """A target as a writable flat array of its bytes; nothing is copied. Raises `InvalidRequest` where it can't be."""
+def as_target(target: Buffer) -> memoryview:
+    """A target as a flat writable view of its bytes; nothing is copied. Raises `InvalidRequest` where it can't be."""
     view = as_bytes(target)
     if view.readonly:
         raise InvalidRequest(f"the target ({type(target).__name__}) is read-only; pass a bytearray or a writable array")
-    return np.frombuffer(view, np.uint8)
+    return view
 
 
 def _flat(view: memoryview, value: Buffer) -> memoryview:

@@ -74,7 +74,9 @@ class EmbeddedLink:
             self.lock.notify_all()
             return reply
 
-    def exchange(self, request: m.Message) -> Begun:
+    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> Begun:
+        if meanwhile is not None:
+            meanwhile()
         return self.call(request), self._attachment
 
     def begin(self, request: m.Message) -> Begun:

@@ -52,8 +52,9 @@ class Link(Protocol):
     def call(self, request: m.Message) -> m.Message:
         """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
 
-    def exchange(self, request: m.Message) -> tuple[m.Message, Attachment]:
-        """As `call`, with the attachment that the ids and offsets in the reply belong to."""
+    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Attachment]:
+        """As `call`, with the attachment that the ids and offsets in the reply belong to. `meanwhile` is called once,
+        while the node is at work."""
 
     def begin(self, request: m.Message) -> Begun:
         """Send a request now; `finish` waits for the reply."""
@@ -70,7 +71,8 @@ class Link(Protocol):
         """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
 
     def every_round(self, call: Callable[[], None]) -> None:
-        """Have the watching thread, where there is one, call this some ten times a second."""
+        """Have the watching thread, where there is one, call this method some ten times a second, while its object
+        lives: the link doesn't keep it."""
 
     def abandon(self, begun: Begun) -> None:
         """Nobody asks for this reply any more: what it gives is given back."""
@@ -119,7 +121,7 @@ class SocketLink:
     ) -> None:
         self.folder, self.name, self.read_only = folder, name, read_only
         self.timeout_s, self._prefault_wanted, self._own_folder = timeout_s, prefault, own_folder
-        self._rounds: list[Callable[[], None]] = []
+        self._rounds: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._reset()
         _links.add(self)
         try:
@@ -268,10 +270,18 @@ class SocketLink:
     def call(self, request: m.Message) -> m.Message:
         return self.exchange(request)[0]
 
-    def exchange(self, request: m.Message) -> tuple[m.Message, Attachment]:
+    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Attachment]:
         for left in reversed(range(TRIES_MAX)):
             try:
-                return self.finish(self.begin(request))
+                begun = self.begin(request)
+                if meanwhile is not None:
+                    try:
+                        meanwhile()
+                    except BaseException:
+                        self.abandon(begun)
+                        raise
+                    meanwhile = None
+                return self.finish(begun)
             except errors.VersionMismatch:
                 raise
             except errors.NodeUnavailable:
@@ -300,7 +310,7 @@ class SocketLink:
         return bool(channel.answered(pending))
 
     def every_round(self, call: Callable[[], None]) -> None:
-        self._rounds.append(call)
+        self._rounds.append(weakref.WeakMethod(call))
 
     def abandon(self, begun: Begun) -> None:
         channel, pending = begun
@@ -414,9 +424,11 @@ class SocketLink:
         if channel is None or channel.broken is not None:
             self._lost(channel)
         self.flush()
-        for call in self._rounds:
-            with contextlib.suppress(errors.MoonpoolError):
-                call()
+        for reference in self._rounds:
+            call = reference()
+            if call is not None:
+                with contextlib.suppress(errors.MoonpoolError):
+                    call()
         return not self._leave_if_idle()
 
     def _lost(self, channel: Channel | None) -> None:

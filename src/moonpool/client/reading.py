@@ -16,7 +16,7 @@ from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_target, encode_key, encode_keys
 from moonpool.client.copying import SMALL_BYTES, copy_out
 from moonpool.errors import IntegrityError, InvalidRequest
-from moonpool.folder.layout import KEY_BYTES_MAX
+from moonpool.folder.layout import GENERATION_MASK, KEY_BYTES_MAX, NO_WORD
 from moonpool.node.checksums import checksum
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status, Statuses
@@ -26,6 +26,8 @@ log = logging.getLogger("moonpool.client")
 
 Array = npt.NDArray[np.uint8]
 _OK = int(Status.OK)
+Prepared = memoryview | str
+
 GET_KEYS_MAX = 1024
 """Keys that one get holds at a time; longer batches go in several round trips."""
 
@@ -174,11 +176,11 @@ class Reading(Base):
         self._wrap(reply, attachment, arrays, statuses)
         return Views(arrays, statuses, _Settle(self))
 
-    def _acquire(self, keys: list[bytes], verify: bool) -> tuple[m.Acquired, Attachment]:
-        reply, attachment = self.link.exchange(m.Acquire(0, keys, verify))
+    def _acquire(
+        self, keys: list[bytes], verify: bool, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[m.Acquired, Attachment]:
+        reply, attachment = self.link.exchange(m.Acquire(0, keys, verify), meanwhile)
         assert isinstance(reply, m.Acquired)
-        if ARMED:
-            reach("client-acquired")
         return reply, attachment
 
     def _wrap(self, reply: m.Acquired, attachment: Attachment, arrays: list[Array | None], statuses: Statuses) -> None:
@@ -209,12 +211,14 @@ class Reading(Base):
     ) -> None:
         self.link.flush()
         begun = perf_counter()
-        reply, attachment = self._acquire(keys, verify)
+        prepared: list[Prepared] = []
+        # The targets are looked at while the node is at work.
+        reply, attachment = self._acquire(keys, verify, lambda: prepared.extend(map(_prepare, targets)))
         queried = perf_counter()
         held = [number for number in reply.ids if number]
         copied = 0
         try:
-            copied = self._copy_out(reply, attachment, targets, start, result)
+            copied = self._copy_out(reply, attachment, prepared, start, result)
             if verify:
                 self._check_copies(keys, reply, targets, start, result)
             moved = perf_counter() - queried
@@ -233,40 +237,31 @@ class Reading(Base):
             )  # fmt: skip
 
     def _copy_out(
-        self, reply: m.Acquired, attachment: Attachment, targets: Sequence[Buffer], start: int, result: Statuses
+        self, reply: m.Acquired, attachment: Attachment, targets: Sequence[Prepared], start: int, result: Statuses
     ) -> int:
         """Copy what was found; returns the number of bytes."""
         source, view = attachment.pool.bytes, attachment.pool.view
         large: list[tuple[Array, Array]] = []
         copied = 0
-        sizes, offsets = reply.sizes, reply.offsets
-        for i, status in enumerate(reply.statuses):
+        for i, (status, size, offset, target) in enumerate(
+            zip(reply.statuses, reply.sizes, reply.offsets, targets, strict=True)
+        ):
             if status != _OK:
                 result[start + i] = Status(status)
                 continue
-            size, offset = sizes[i], offsets[i]
             result.sizes[start + i] = size
-            target = targets[i]
-            if type(target) is bytearray and size <= SMALL_BYTES and len(target) >= size:
-                # The most common small case, without the general one's calls.
-                memoryview(target)[:size] = view[offset : offset + size]
-                copied += size
-                continue
-            try:
-                array = as_target(target)
-            except InvalidRequest as error:
+            if isinstance(target, str):
                 result[start + i] = Status.INVALID
-                result.details[start + i] = str(error)
-                continue
-            if len(array) < size:
+                result.details[start + i] = target
+            elif len(target) < size:
                 result[start + i] = Status.BUFFER_TOO_SMALL
-                result.details[start + i] = f"the object has {size} bytes, the target {len(array)}"
-            elif size <= SMALL_BYTES:
-                array.data[:size] = view[offset : offset + size]
-                copied += size
+                result.details[start + i] = f"the object has {size} bytes, the target {len(target)}"
             else:
-                large.append((array[:size], source[offset : offset + size]))
                 copied += size
+                if size > SMALL_BYTES:
+                    large.append((np.frombuffer(target, np.uint8, size), source[offset : offset + size]))
+                else:
+                    target[:size] = view[offset : offset + size]
         if large:
             self.copier.copy(large)
         return copied
@@ -276,9 +271,11 @@ class Reading(Base):
         table = attachment.table
         if table.purge_epoch != reply.epoch or not attachment.live:  # a dead node's table says nothing any more
             return False
-        return all(
-            table.unchanged(word, number >> 32) for word, number in zip(reply.words, reply.ids, strict=True) if number
-        )
+        words = table.words
+        for place, number in zip(reply.words, reply.ids, strict=True):
+            if number and place != NO_WORD and words[place] & GENERATION_MASK != number >> 32:
+                return False
+        return True
 
     def _recheck(self, reply: m.Acquired, attachment: Attachment, start: int, result: Statuses) -> None:
         """Something changed under the copy: what isn't there any more is a miss."""
@@ -295,7 +292,7 @@ class Reading(Base):
     ) -> None:
         for i, expected in enumerate(reply.checksums):
             if result[start + i] is Status.OK:
-                data = as_target(targets[i])[: reply.sizes[i]].data
+                data = as_target(targets[i])[: reply.sizes[i]]
                 self._check_bytes(keys[i], data, expected, start + i, result)
 
     def _check_bytes(self, key: bytes, data: memoryview, expected: int, place: int, statuses: Statuses) -> bool:
@@ -321,6 +318,16 @@ class Reading(Base):
             raise InvalidRequest(f"a key of {len(encode_key(key))} bytes exceeds the limit of {KEY_BYTES_MAX}")
         if not key:
             raise InvalidRequest("a key has at least 1 byte")
+
+
+def _prepare(target: Buffer) -> Prepared:
+    """A target as a flat writable view, or why it can't be one."""
+    if type(target) is bytearray:
+        return memoryview(target)
+    try:
+        return as_target(target)
+    except InvalidRequest as error:
+        return str(error)
 
 
 class _Exported(weakref.ref[Array]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -12,6 +11,7 @@ import xxhash
 
 from moonpool.folder.mapping import Mapping
 from moonpool.node.checksums import JOB, RESULT
+from moonpool.node.scheduling import run_last
 
 CHUNK_BYTES = 8 << 20
 """Hashed between two naps: 0.6 ms at 13 GB/s, so that the CPU share holds over short times too."""
@@ -19,7 +19,7 @@ CHUNK_BYTES = 8 << 20
 
 def work(connection: socket.socket, pool: Mapping, share: float) -> None:
     """The process's loop: read jobs, hash, answer; ends at the connection's end. `share` is of one core."""
-    os.nice(19)
+    run_last()
     pending = bytearray()
     while True:
         data = connection.recv(1 << 16)

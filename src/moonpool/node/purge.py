@@ -52,7 +52,7 @@ class Sweeper:
         if ARMED:
             reach("node-purge-saved")
         count = 0
-        for start in range(0, catalogue.records.slots, SLICE_RECORDS):
+        for start in range(0, catalogue.slots_used_top, SLICE_RECORDS):
             slots = self._purged(start, catalogue.spaces.marks())
             if len(slots):  # what an earlier purge covers, and its sweep hasn't come to, isn't counted twice
                 count += len(slots) - len(self._purged(start, before))
@@ -68,7 +68,7 @@ class Sweeper:
     def free_purged(self) -> Steps[None]:
         """Drop what purges made invisible. Ends the purge that it was started for."""
         catalogue = self.catalogue
-        for start in range(0, catalogue.records.slots, SLICE_RECORDS):
+        for start in range(0, catalogue.slots_used_top, SLICE_RECORDS):
             slots = self._purged(start, catalogue.spaces.marks()).tolist()
             for i, slot in enumerate(slots):
                 if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
@@ -81,11 +81,11 @@ class Sweeper:
     def sweep_once(self) -> None:
         """One slice: drop expired objects and end soft pins whose time is over. Called now and then."""
         catalogue = self.catalogue
-        start = self._cursor
-        self._cursor = (start + SLICE_RECORDS) % max(1, catalogue.records.slots)
-        if self._cursor < start:
-            self._cursor = 0
-        rows = catalogue.records.table[start : start + SLICE_RECORDS]
+        # Records that were never used aren't read: each page of them would cost a page fault.
+        top = catalogue.slots_used_top
+        start = self._cursor if self._cursor < top else 0
+        self._cursor = start + SLICE_RECORDS
+        rows = catalogue.records.table[start : min(self._cursor, top)]
         now = catalogue.wall()
         committed = (rows["state"] & 0xFF) == State.COMMITTED
         over = committed & (rows["expiry"] > 0) & (rows["expiry"] <= now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -28,8 +29,24 @@ def prefer_latency(nice: int) -> bool:
     if number is None:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
+    _set_autogroup(nice)
     for wanted in (nice, os.getpriority(os.PRIO_PROCESS, 0)):
         attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, _SCHED_OTHER, _RESET_ON_FORK, wanted, 0, SLICE_NS, 0, 0, 0, 0)
         if libc.syscall(number, 0, attributes, 0) == 0:
             return True
     return False
+
+
+def run_last() -> None:
+    """Put the calling process behind all others, whatever it inherited."""
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    _set_autogroup(19)
+
+
+def _set_autogroup(nice: int) -> None:
+    """Where the kernel groups tasks by login session (autogroup), priorities count within the group alone: give the
+    group the same. It is the caller's own group only where it leads a session."""
+    if os.getsid(0) != os.getpid():
+        return
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(nice))

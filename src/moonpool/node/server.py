@@ -215,7 +215,7 @@ class ChecksumProcess:
         self._pending.clear()
         command = [sys.executable, "-m", "moonpool.node.checksum_process", str(theirs.fileno()), str(self.folder.pool)]
         self._process = subprocess.Popen(
-            [*command, str(self.share)], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [*command, str(self.share)], pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
         )
         theirs.close()
         self.server.loop.add_reader(ours, self._results)
