@@ -118,7 +118,9 @@ class Roster:
             slot = number_ & SLOT_MASK
             if slot in session.reservations and catalogue.has_id(slot, number_ >> 32):
                 kept.add(slot)
-            elif not (catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) == State.COMMITTED):
+            elif number_ not in held and not (
+                catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) == State.COMMITTED
+            ):  # what is held as a pin is committed, whatever became of it since
                 stale.append(number_)
         for slot in session.reservations - kept:
             catalogue.abort(slot)
