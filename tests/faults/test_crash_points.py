@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -86,8 +87,24 @@ def nothing_is_held_but_by(client: moonpool.Client, sessions: int = 1) -> None:
         assert extent.status is Status.OK, extent.detail
 
 
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+    """One run for each point that is asked for, several at a time: most of it is waiting for processes."""
+    wanted = {
+        item.callspec.params["point"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_a_node_killed_there_comes_back_whole"
+    }
+    with ThreadPoolExecutor(4) as executor:
+        yield {point: executor.submit(kill_node_at, point) for point in NODE_POINTS if point in wanted}
+
+
 @pytest.mark.parametrize("point", NODE_POINTS)
-def test_a_node_killed_there_comes_back_whole(point: str) -> None:
+def test_a_node_killed_there_comes_back_whole(point: str, runs: dict[str, Future[None]]) -> None:
+    runs[point].result(60)
+
+
+def kill_node_at(point: str) -> None:
     with running_node("24MiB", prefault=False) as node:
         living = Living(node)
         # The same pool, by a node that dies at its third coming to the point.

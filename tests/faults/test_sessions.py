@@ -22,7 +22,9 @@ from moonpool import Status
 from moonpool.client.link import SocketLink
 from moonpool.testing.node import RunningNode, eventually, running_node
 from moonpool.testing.values import generation_of, value_of
+from moonpool.wire import messages as m
 from tests.faults.processes import ended, kill, python, said, tell
+from tests.faults.raw import Raw
 
 MIB = 1 << 20
 
@@ -207,6 +209,30 @@ def test_a_lost_connection_quarantines_and_reconnecting_goes_on(node: RunningNod
     assert held(watching) == (0, 0)
 
 
+def test_a_pin_is_kept_though_the_commit_of_its_object_was_not_acknowledged(
+    node: RunningNode, watching: moonpool.Client
+) -> None:
+    # Committed, viewed, removed by another, and cut off before the client has read that its commit came through.
+    with Raw(node.folder) as raw:
+        reserved = raw.ask(m.Reserve(2, [b"key"], [MIB]))
+        assert isinstance(reserved, m.Reserved)
+        raw.ask(m.Commit(3, reserved.ids))
+        acquired = raw.ask(m.Acquire(4, [b"key"]))
+        assert isinstance(acquired, m.Acquired)
+        assert acquired.ids == reserved.ids
+        watching.remove("key")
+        hello = m.Hello(
+            1, 1, 0, [], "", "raw", False, raw.welcome.session, raw.welcome.token, raw.welcome.pool_id,
+            [(acquired.ids[0], 1)], reserved.ids,
+        )  # fmt: skip
+        with Raw(node.folder, hello=False) as again:
+            answer = again.ask(hello)
+            assert isinstance(answer, m.Welcome)
+            assert answer.resumed
+            assert answer.stale == [], "a client forgets a pin that it is told is stale"
+            assert (watching.stats().pins, watching.stats().doomed) == (1, 1)
+
+
 def test_a_stopped_client_whose_connection_is_lost_keeps_its_extents(
     node: RunningNode, watching: moonpool.Client
 ) -> None:
@@ -269,7 +295,7 @@ def test_a_reservation_that_waits_when_the_connection_is_replaced_is_granted_to_
         client.put_many(list("abcd"), [bytes(node_bytes := client.pool_bytes // 4)] * 4)
         views = client.view_many(list("abcd"))
         for _ in range(5):
-            with pytest.raises(moonpool.RequestTimeout):
+            with pytest.raises((moonpool.RequestTimeout, moonpool.NodeUnavailable)):
                 client.reserve("waited for", 2 * node_bytes, wait_s=4)
             cut(client)
         views.close()
@@ -284,15 +310,23 @@ def test_what_comes_after_a_timeout_is_given_back_though_no_call_follows(
     node: RunningNode, watching: moonpool.Client
 ) -> None:
     watching.put("key", b"value")
-    with node.connect(name="impatient", timeout_s=0.3) as client:
+    with (
+        node.connect(name="reading", timeout_s=0.3) as reading,
+        node.connect(name="writing", timeout_s=0.3) as writing,
+    ):
         node.signal(signal.SIGSTOP)
-        with pytest.raises(moonpool.RequestTimeout):
-            client.get("key")
-        with pytest.raises(moonpool.RequestTimeout):
-            client.reserve("filling", 5000)
-        node.signal(signal.SIGCONT)
+        try:
+            with pytest.raises(moonpool.RequestTimeout):
+                reading.get("key")
+            with pytest.raises(moonpool.RequestTimeout):
+                writing.reserve("filling", 5000)
+            with pytest.raises(moonpool.NodeUnavailable, match="overdue"):
+                writing.get("key")
+        finally:
+            node.signal(signal.SIGCONT)
         eventually(lambda: held(watching) == (0, 0))
         assert watching.put("filling", b"another's") is Status.OK
+        eventually(lambda: reading.get("key") == b"value")
 
 
 def test_a_put_whose_node_dies_under_it_leaves_no_reservation(node: RunningNode) -> None:
