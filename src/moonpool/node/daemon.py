@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -45,11 +47,19 @@ RESERVE_CHUNK_BYTES = 256 << 20
 """Reserved at a time: some 75 ms, after which the node may hand it out."""
 
 
+def _allow_descriptors() -> None:
+    """As many file descriptors as the system lets us have: its default of 1,024 is for programs that use `select`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(config: NodeConfig, on_progress: Report | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises `MoonpoolError` where it can't start; leaves the pool for the next node.
 
     `on_progress` is called from a background thread.
     """
+    _allow_descriptors()
     folder = Folder(config.dir)
     folder.create(config.folder_mode, config.group)
     lock = folder.take_lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -29,7 +30,10 @@ TICK_S = 0.1
 """How often locks, expiry and the scrub are looked at."""
 ACCEPT_BACKLOG = 1024
 CLIENTS_MAX = 4096
-"""Connections at a time: each takes two file descriptors here, of the 20,000 or so that a process may have."""
+"""Connections at a time: each takes three file descriptors here (socket, pidfd, session file)."""
+ACCEPT_PAUSE_S = 1.0
+"""How long nobody is accepted after the system had no file descriptor left: it would be asked again at once else."""
+NO_DESCRIPTOR = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 JOBS_INFLIGHT_MAX = 32
 """Checksum jobs sent ahead: enough to keep the process busy, few enough that urgent ones come soon."""
 
@@ -43,6 +47,7 @@ class Server:
         self.connections: set[Connection] = set()
         self._current: dict[int, Connection] = {}
         self._listener: socket.socket | None = None
+        self._refusing = False  # and said so
         self._background: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self.on_stuck: Callable[[], None] | None = None
@@ -81,7 +86,13 @@ class Server:
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionError):
             while True:
-                sock, _ = self._listener.accept()
+                try:
+                    sock, _ = self._listener.accept()
+                except OSError as error:
+                    if error.errno not in NO_DESCRIPTOR:
+                        raise
+                    self._pause_accepting(error)
+                    return
                 if len(self.connections) >= CLIENTS_MAX:
                     log.warning("%d clients are connected; a further one was turned away", CLIENTS_MAX)
                     sock.close()
@@ -92,6 +103,19 @@ class Server:
                 task = self.loop.create_task(self._connect(connection, sock))
                 self._background.add(task)
                 task.add_done_callback(self._background.discard)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """No descriptor left: those who wait are asked in later, when others may have gone."""
+        assert self._listener is not None
+        if not self._refusing:
+            self._refusing = True
+            log.warning("no further client can be accepted: %s; raise `ulimit -n`", error.strerror)
+        self.loop.remove_reader(self._listener)
+        self.loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and not self.stopping:
+            self.loop.add_reader(self._listener, self._accept)
 
     async def _connect(self, connection: Connection, sock: socket.socket) -> None:
         await self.loop.connect_accepted_socket(lambda: connection, sock)
