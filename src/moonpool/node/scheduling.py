@@ -38,8 +38,11 @@ def prefer_latency(nice: int) -> bool:
 
 
 def run_last() -> None:
-    """Put the calling process behind all others, whatever it inherited."""
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    """Put the calling process behind all others, whatever it inherited.
+
+    A core that runs nothing else counts as idle to the kernel then, so that whoever wakes up is put there at once.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _set_autogroup(19)
 
 
