@@ -39,6 +39,7 @@ class Dispatcher:
         self.node = node
         self.background = background
         self._store, self._catalogue = node.store, node.catalogue
+        node.store.background = background
         self._counters = node.catalogue.counters
         self._handlers: dict[type, Handler] = {
             m.Reserve: self._reserve,

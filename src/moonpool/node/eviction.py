@@ -140,6 +140,12 @@ class Evictor:
             except StopIteration as end:
                 return self._longest_gap(end.value)
 
+    def look_for_largest(self, limit: int) -> Generator[None, None, int]:
+        """`largest` in steps, or -1 where there are more than `BARRIERS_MAX` unevictable objects."""
+        barriers = yield from self._barriers(limit, BARRIERS_MAX)
+        yield
+        return -1 if barriers.size > BARRIERS_MAX else self._longest_gap(barriers)
+
     def _anywhere(self, search: WindowSearch, granules: int, limit: int) -> Generator[None, None, int]:
         """A window in the longest gap between unevictable objects, or in any if they are too many to sort."""
         barriers = yield from self._barriers(limit, BARRIERS_MAX)

@@ -124,10 +124,13 @@ class Holds:
 
     def release(self, name: str) -> bool:
         """End a hold, whoever made it. False where there is none of that name (it may have been released)."""
-        hold = self.by_name.pop(name, None)
-        if hold is None:
+        if name not in self.by_name:
             return False
-        del hold.session.holds[name]
-        for slot in hold.slots:
-            self.store.catalogue.unpin(slot)
+        self.store.give_back(self.forget(name))
         return True
+
+    def forget(self, name: str) -> list[int]:
+        """End a hold but for its pins, which are the caller's to give back: one on each slot that is returned."""
+        hold = self.by_name.pop(name)
+        del hold.session.holds[name]
+        return hold.slots

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from moonpool.folder.folder import Folder, open_file
 from moonpool.folder.layout import State
 from moonpool.node.holds import Holds
 from moonpool.node.sessions import TOKEN_BYTES, Session, Standing
-from moonpool.node.store import SLOT_MASK, Store
+from moonpool.node.steps import Steps, finish
+from moonpool.node.store import SLICE_MASK, SLOT_MASK, Store
 from moonpool.probes import ARMED, reach
 
 LOCK_GRACE_S = 2.0
@@ -27,6 +29,11 @@ readable, 335 to 800 ms after the kill; never after that."""
 
 PINS_MAX = 1 << 20
 """Pins of one session on one object that it may declare; each is a view of its own."""
+
+
+def _slots_of(pins: dict[int, int]) -> Iterator[int]:
+    """The slots that a session pins, each as often as it does."""
+    return chain.from_iterable(repeat(number & SLOT_MASK, count) for number, count in pins.items())
 
 
 @dataclass(slots=True)
@@ -107,10 +114,7 @@ class Roster:
                 stale.append(number_)
         for number_, count in held.items():
             self.store.pins[number_ & SLOT_MASK] += count
-        for number_, count in session.pins.items():
-            for _ in range(count):
-                catalogue.unpin(number_ & SLOT_MASK)
-        session.pins = held
+        earlier, session.pins = session.pins, held
         if ARMED:
             reach("node-resuming")
         kept: set[int] = set()
@@ -122,8 +126,7 @@ class Roster:
                 catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) == State.COMMITTED
             ):  # what is held as a pin is committed, whatever became of it since
                 stale.append(number_)
-        for slot in session.reservations - kept:
-            catalogue.abort(slot)
+        self.store.give_back(_slots_of(earlier), session.reservations - kept)
         session.reservations = kept
         session.standing = Standing.LIVE
         self._watches.pop(session.number, None)
@@ -150,15 +153,10 @@ class Roster:
             return
         session.standing = Standing.ENDED
         catalogue = self.store.catalogue
-        for name in list(session.holds):
-            self.holds.release(name)
-        for number, count in session.pins.items():
-            for _ in range(count):
-                catalogue.unpin(number & SLOT_MASK)
-        session.pins.clear()
-        for slot in session.reservations:
-            catalogue.abort(slot)
-        session.reservations.clear()
+        # Nobody else knows of what it held from here on, however long giving it back takes.
+        holds = [self.holds.forget(name) for name in list(session.holds)]
+        pins, session.pins = session.pins, {}
+        reservations, session.reservations = session.reservations, set()
         del self.sessions[session.number]
         self._watches.pop(session.number, None)
         fd = self._locks.pop(session.number, None)
@@ -169,6 +167,7 @@ class Roster:
         catalogue.counters.sessions_ended[reason] += 1
         for call in self.on_end:
             call(session)
+        self.store.give_back(chain(_slots_of(pins), *holds), reservations)
         self._lift_barrier()
 
     def tick(self) -> None:
@@ -213,7 +212,7 @@ class Roster:
             self.barrier_since = self.clock()
             pins[self.barrier] += 1
         else:
-            self._free_doomed(held)
+            finish(self._free_doomed(held))
 
     @property
     def silent(self) -> list[Session]:
@@ -232,25 +231,26 @@ class Roster:
                 slots.update(session.reservations, (number & SLOT_MASK for number in session.pins))
                 for hold in session.holds.values():
                     slots.update(hold.slots)
-        if self.barrier is not None:
-            return int(self.store.catalogue.records.table["size"][self.barrier].sum())
-        return sum(map(self.store.catalogue.size, slots))
+        held = np.fromiter(slots, np.int64, len(slots)) if self.barrier is None else self.barrier
+        return int(self.store.catalogue.records.table["size"][held].sum())
 
     def _lift_barrier(self) -> None:
         if self.barrier is None or self.silent:
             return
         slots, self.barrier = self.barrier, None
         np.frombuffer(self.store.pins, np.int32)[slots] -= 1
-        self._free_doomed(slots)
+        self.store.background(self._free_doomed(slots))
         self.store.catalogue.wake()
 
-    def _free_doomed(self, slots: npt.NDArray[np.int64]) -> None:
+    def _free_doomed(self, slots: npt.NDArray[np.int64]) -> Steps[None]:
         """Free what an earlier incarnation had made invisible and nobody holds any more."""
         catalogue = self.store.catalogue
         states = catalogue.records.table["state"][slots] & 0xFF
-        for slot in slots[states == State.DOOMED].tolist():
-            if not self.store.pins[slot]:
+        for i, slot in enumerate(slots[states == State.DOOMED].tolist(), 1):
+            if catalogue.state(slot) == State.DOOMED and not self.store.pins[slot]:
                 catalogue.free_doomed(slot)
+            if i & SLICE_MASK == SLICE_MASK:
+                yield None
 
     def _read_session(self, path: Path) -> Session | None:
         try:

@@ -245,6 +245,11 @@ class Space:
         """
         return self._evictor.largest(HARD) << GRANULE_SHIFT
 
+    def look_for_largest(self) -> Generator[None, None, int]:
+        """`largest_available` in steps; while so many are pinned that it takes longer than one, `largest_free`."""
+        granules = yield from self._evictor.look_for_largest(HARD)
+        return self.largest_free() if granules < 0 else granules << GRANULE_SHIFT
+
     def _enter(self, slot: int, first: int, granules: int) -> None:
         self._objects.first[slot] = first
         self._objects.length[slot] = granules

@@ -21,13 +21,15 @@ from moonpool.folder.layout import (
 from moonpool.keys.fingerprints import fingerprint, fingerprints
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.sessions import Session
-from moonpool.node.steps import Steps
+from moonpool.node.steps import Steps, finish
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status
 from moonpool.wire import messages as m
 
 SLICE_MASK = 127
 """A batch lets others in after each 128 keys: at most 1 ms."""
+LARGEST_AGE_S = 0.1
+"""How old the figure in a NO_SPACE may be: all pins are read for it."""
 CHAIN_STEP_S = 1e-6
 """How much older than its forerunner each object of a chain is in the records: a restart has only those."""
 SLOT_MASK = 0xFFFF_FFFF
@@ -61,6 +63,9 @@ class Store:
         self.words, self.floats = catalogue.words, catalogue.floats
         self.growing = False
         """Whether the system is still setting the pool's memory aside: then space that is missing comes by itself."""
+        self.background: Callable[[Steps[None]], None] = finish
+        """Takes over work that nobody waits for, once it has lasted a step."""
+        self._largest = (float("-inf"), 0)  # when it was looked for, and what it was
         self.waiting = 0
         """Reservations that wait for space or for another writer."""
 
@@ -199,10 +204,28 @@ class Store:
                 continue
             unpin(number & SLOT_MASK)
 
+    def give_back(self, pinned: Iterable[int], reservations: Iterable[int] = ()) -> None:
+        """End these pins (slots, as often as they are pinned) and reservations, which nobody else knows of any more:
+        now, or in the background where they are many."""
+        steps = self._giving_back(pinned, reservations)
+        if next(steps, steps) is None:
+            self.background(steps)
+
+    def _giving_back(self, pinned: Iterable[int], reservations: Iterable[int]) -> Steps[None]:
+        unpin, abort = self.catalogue.unpin, self.catalogue.abort
+        for i, slot in enumerate(pinned):
+            if i & SLICE_MASK == SLICE_MASK:
+                yield None
+            unpin(slot)
+        for i, slot in enumerate(reservations):
+            if i & SLICE_MASK == SLICE_MASK:
+                yield None
+            abort(slot)
+
     def take_back(self, session: Session, reply: m.Message) -> None:
         """Undo what a reply that never reached its client would have granted to it."""
         if isinstance(reply, m.Acquired):
-            self.release(session, filter(None, reply.ids))
+            self.release(session, [number for number in reply.ids if number in session.pins])
         elif isinstance(reply, m.Reserved):
             self.abort(session, reply.ids)
 
@@ -400,8 +423,9 @@ class Store:
                 offset = yield from self._make_room(slot, size, options, deadline)
             if offset < 0:
                 catalogue.counters.no_space += 1
+                largest = yield from self._largest_available()
                 return Status.NO_SPACE, (
-                    f"{size} bytes were wanted, {self.space.largest_available()} is the largest run of free and "
+                    f"{size} bytes were wanted, {largest} is the largest run of free and "
                     f"evictable bytes; the rest is pinned, being written or held by readers"
                 )
             now = catalogue.wall()
@@ -440,6 +464,14 @@ class Store:
             if offset >= 0 or self.clock() >= deadline:
                 return offset
             yield from self._wait(deadline)
+
+    def _largest_available(self) -> Steps[int]:
+        """The largest run of free and evictable bytes, as it was within the last `LARGEST_AGE_S`."""
+        looked, found = self._largest
+        if self.clock() - looked > LARGEST_AGE_S:
+            found = yield from self.space.look_for_largest()
+            self._largest = self.clock(), found
+        return found
 
     def _slot(self, deadline: float) -> Steps[int]:
         """A free place in the table, evicting the coldest object for it as a full pool would."""
