@@ -16,6 +16,8 @@ LOCAL = {
     "roundtrip_loaded_us": {"p50": 60.0, "p99": 2500.0, "p999": 4000.0, "max": 5000.0},
     "exists_us": {"1": 4.0, "40_new": 20.0, "625_new": 120.0, "625_again": 90.0},
     "small_put_per_s": 95_000,
+    "table_put_per_s": 70_000,
+    "table_get_per_s": 110_000,
     "small_get_per_s": 150_000,
 }
 

@@ -70,6 +70,8 @@ def local_rows(result: Result) -> Iterator[Row]:
         yield Row(f"exists, {name.replace('_', ' ')}", result["exists_us"][name], "µs", limit)
     yield Row("4 KiB puts, batches of 32", result["small_put_per_s"], "/s", 90_000, at_least=True)
     yield Row("4 KiB gets, batches of 32", result["small_get_per_s"], "/s", 200_000, at_least=True)
+    yield Row("4 KiB puts until the table is full", result["table_put_per_s"], "/s")
+    yield Row("4 KiB gets at random from a full table", result["table_get_per_s"], "/s")
     if "node_heap_bytes_per_object" in result:
         yield Row("node heap an object", result["node_heap_bytes_per_object"], "B", 500)
     for label, seconds in result.get("restart_s", {}).items():

@@ -35,6 +35,32 @@ def value_of(key: bytes) -> bytes:
     return key[-32:] * (SMALL_BYTES // 32)
 
 
+def small_rates(client: moonpool.Client, batches: int, random: Random) -> tuple[float, float]:
+    """4 KiB objects put and got a second, in batches of 32, one after the other without a pause.
+
+    All keys, values and targets are made before, and what came back is compared afterwards, so that the time is the
+    store's alone. Gets go through the batches in random order. The objects are removed at the end.
+    """
+    ours = Keys("bench-rates", random.getrandbits(64))
+    parts = [ours.take(SMALL_BATCH) for _ in range(batches)]
+    values = [[value_of(key) for key in part] for part in parts]
+    targets = [[bytearray(SMALL_BYTES) for _ in part] for part in parts]
+    begun = perf_counter()
+    put = [client.put_many(part, own) for part, own in zip(parts, values, strict=True)]
+    put_s = perf_counter() - begun
+    order = random.sample(range(batches), batches)
+    begun = perf_counter()
+    got = [client.get_many_into(parts[at], targets[at]) for at in order]
+    get_s = perf_counter() - begun
+    for statuses in (*put, *got):
+        expect_ok(statuses, "put or get")
+    if values != targets:
+        raise MoonpoolError("a small object came back with other bytes than were put: a bug, please report")
+    for part in parts:
+        client.remove_many(part)
+    return tidy(batches * SMALL_BATCH / put_s), tidy(batches * SMALL_BATCH / get_s)
+
+
 def fill_and_read(client: moonpool.Client, count: int, gets: int, tell: Callable[[int], None], random: Random) -> Small:
     """Put `count` objects of 4 KiB in batches of 32, then get `gets` of them at random, verified. Rates are of all
     batches together; making keys and values and verifying is left out of the time."""
