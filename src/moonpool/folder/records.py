@@ -103,6 +103,12 @@ class Records:
         """What of the file must be reserved before it is used."""
         return HEADER_BYTES + slots * RECORD_BYTES
 
+    def close(self) -> None:
+        """Let go of the file, which can't be extended any more; what is mapped stays valid."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     def format(self, identity: Identity) -> None:
         """Write the header of a fresh file; the magic comes last."""
         number = int.from_bytes(identity.pool_id, "little")

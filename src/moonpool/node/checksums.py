@@ -16,6 +16,7 @@ import xxhash
 from moonpool.folder.layout import RECORD_WORDS, Field, State
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.steps import Steps
+from moonpool.node.store import SLOT_MASK
 from moonpool.status import Status
 from moonpool.wire import messages as m
 
@@ -23,6 +24,11 @@ JOB = struct.Struct("<QQQQB")
 """slot, generation, offset, size, urgent."""
 RESULT = struct.Struct("<QQQ")
 """slot, generation, checksum."""
+
+URGENT_MAX = 65_536
+"""Objects whose checksum somebody waits for; beyond that the oldest are left to their bounded wait."""
+LOOKS_MAX = 1024
+"""Queued objects looked at for one call of `jobs`, most of which may have gone: some 0.5 ms."""
 
 Job = tuple[int, int, int, int, bool]
 
@@ -47,7 +53,8 @@ class Checksums:
         self.clock = clock
         self.scrub_interval_s = scrub_interval_s
         self.wait_max_s = wait_max_s
-        self.urgent: deque[int] = deque()
+        self.urgent: deque[tuple[int, int]] = deque(maxlen=URGENT_MAX)
+        """Slot and generation of what somebody waits for."""
         self._suspects: set[tuple[int, int]] = set()
         self._verdicts: dict[tuple[int, int], Status] = {}
         self._asked: dict[tuple[int, int], int] = {}
@@ -59,9 +66,19 @@ class Checksums:
     def jobs(self, most: int) -> list[Job]:
         """Up to `most` objects to be summed now: urgent ones, then new ones, then the scrub's next."""
         found: list[Job] = []
-        for queue, urgent in ((self.urgent, True), (self.catalogue.unsummed, False)):
-            while queue and len(found) < most:
-                self._add(found, queue.popleft(), urgent=urgent)
+        catalogue, looked = self.catalogue, 0
+        while self.urgent and len(found) < most and looked < LOOKS_MAX:
+            looked += 1
+            name = self.urgent.popleft()
+            if not self._there(name):
+                self._suspects.discard(name)
+            elif name in self._asked or name in self._suspects or not catalogue.summed(name[0]):
+                self._add(found, name[0], urgent=True)
+        while catalogue.unsummed and len(found) < most and looked < LOOKS_MAX:
+            looked += 1
+            slot = catalogue.unsummed.popleft()
+            if catalogue.state(slot) == State.COMMITTED and not catalogue.summed(slot):
+                self._add(found, slot, urgent=False)
         if self.scrub_interval_s > 0 and len(found) < most:
             self._scrub(found, most)
         self._running.update(job[:2] for job in found)
@@ -79,7 +96,8 @@ class Checksums:
         self._running[name] -= 1
         if self._running[name] <= 0:
             del self._running[name]
-        if not catalogue.has_id(slot, generation) or catalogue.state(slot) != State.COMMITTED:
+        if not self._there(name):
+            self._suspects.discard(name)
             self._conclude(name, Status.MISS)
             return
         counters = catalogue.counters
@@ -90,7 +108,7 @@ class Checksums:
         elif catalogue.words[slot * RECORD_WORDS + Field.CHECKSUM] != value:
             if name not in self._suspects:
                 self._suspects.add(name)
-                self.urgent.append(slot)
+                self.urgent.append(name)
                 return
             counters.corrupt_objects += 1
             catalogue.drop(slot, "corrupt")
@@ -115,7 +133,7 @@ class Checksums:
             names.append(name)
             self._asked[name] = self._running[name]
             self._verdicts.pop(name, None)
-            self.urgent.append(slot)
+            self.urgent.append(name)
         try:
             while not all(name is None or name in self._verdicts for name in names) and self.clock() < deadline:
                 yield deadline
@@ -134,13 +152,13 @@ class Checksums:
         """
         catalogue = self.catalogue
         deadline = self.clock() + self.wait_max_s
-        slots = [n & 0xFFFF_FFFF for n, status in zip(reply.ids, reply.statuses, strict=True) if status == Status.OK]
-        self.urgent.extend(slot for slot in slots if not catalogue.summed(slot))
+        slots = [n & SLOT_MASK for n, status in zip(reply.ids, reply.statuses, strict=True) if status == Status.OK]
+        self.urgent.extend((slot, catalogue.generation(slot)) for slot in slots if not catalogue.summed(slot))
         while not all(map(catalogue.summed, slots)) and self.clock() < deadline:
             yield deadline
         words = catalogue.words
         return msgspec.structs.replace(
-            reply, checksums=[words[(n & 0xFFFF_FFFF) * RECORD_WORDS + Field.CHECKSUM] for n in reply.ids]
+            reply, checksums=[words[(n & SLOT_MASK) * RECORD_WORDS + Field.CHECKSUM] for n in reply.ids]
         )
 
     def run_here(self, pool: memoryview) -> None:
@@ -157,14 +175,15 @@ class Checksums:
             self._verdicts[name] = verdict
             self.catalogue.wake()
 
+    def _there(self, name: tuple[int, int]) -> bool:
+        """Whether the object is committed still."""
+        return self.catalogue.has_id(*name) and self.catalogue.state(name[0]) == State.COMMITTED
+
     def _add(self, found: list[Job], slot: int, *, urgent: bool) -> None:
-        catalogue = self.catalogue
-        if catalogue.state(slot) == State.COMMITTED and (urgent or not catalogue.summed(slot)):
-            base = slot * RECORD_WORDS
-            words = catalogue.words
-            found.append(
-                (slot, catalogue.generation(slot), words[base + Field.OFFSET], words[base + Field.SIZE], urgent)
-            )
+        base, words = slot * RECORD_WORDS, self.catalogue.words
+        found.append(
+            (slot, self.catalogue.generation(slot), words[base + Field.OFFSET], words[base + Field.SIZE], urgent)
+        )
 
     def _scrub(self, found: list[Job], most: int) -> None:
         """Go on through the records, as far as the interval says that we should be by now."""
@@ -177,8 +196,6 @@ class Checksums:
             self._cursor += 1
             looked += 1
             if catalogue.state(slot) == State.COMMITTED:
-                base = slot * RECORD_WORDS
-                words = catalogue.words
-                found.append((slot, catalogue.generation(slot), words[base + 1], words[base + 2], False))
+                self._add(found, slot, urgent=False)
         if self._cursor >= top and share >= 1:
             self._cursor, self._pass_started = 0, self.clock()

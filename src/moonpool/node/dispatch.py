@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from moonpool.errors import InvalidRequest, ReadOnly
-from moonpool.folder.layout import RECORD_WORDS, Mode
+from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX, RECORD_WORDS, Mode
 from moonpool.node.node import RESERVE_WAIT_MAX_S, Node
 from moonpool.node.sessions import Session
 from moonpool.node.steps import Steps
@@ -19,8 +19,15 @@ from moonpool.status import Status
 from moonpool.wire import messages as m
 from moonpool.wire.versions import FEATURES, Version, boot_id
 
+INLINE_BYTES_MAX = m.INLINE_BATCH_BYTES_MAX + INLINE_VALUE_BYTES_MAX
+"""Values of one `PutInline`: what waits for space is kept in memory, up to `INFLIGHT_MAX` messages a client."""
 LIST_MAX = 4096
 """Objects in one listing."""
+LIST_BYTES = 2 << 20
+LISTED_BYTES = 640
+"""A listing ends at so many bytes of keys and metadata, and this for the rest of each: it fits into a frame."""
+LIST_PAGE_SLOTS = 65_536
+"""Slots looked at for one listing, however few are found: some 40 ms, in steps."""
 LIST_SLOTS = 2048
 """Slots looked at in one step of a listing."""
 
@@ -87,6 +94,7 @@ class Dispatcher:
             resumed = node.roster.resume(request.session, request.token, request.pins, request.reservations)
         if resumed is not None:
             session, stale = resumed
+            session.read_only = request.read_only  # a restarted node doesn't know
         else:
             session = node.roster.open(request.name, read_only=request.read_only)
             stale = [*(number for number, _ in request.pins), *request.reservations]
@@ -115,6 +123,8 @@ class Dispatcher:
         return self._timed("put", "allocate", request.keys, self._store.reserve(session, request))
 
     def _put_inline(self, session: Session, request: m.PutInline) -> m.Message | Steps[m.Message]:
+        if sum(map(len, request.values)) > INLINE_BYTES_MAX:
+            raise InvalidRequest(f"values in one message exceed the limit of {INLINE_BYTES_MAX} bytes; send fewer")
         if not self.node.mode & Mode.WRITE:
             return m.StatusReply(request.id, [int(Status.DISABLED)] * len(request.keys))
         return self._timed("put_inline", "commit", request.keys, self._store.put_inline(session, request))
@@ -188,13 +198,17 @@ class Dispatcher:
         found: list[m.ObjectStat] = []
         limit = max(1, min(request.limit, LIST_MAX))
         slot = max(0, request.cursor)
-        while slot < catalogue.slots_used_top and len(found) < limit:
+        last, room = slot + LIST_PAGE_SLOTS, LIST_BYTES
+        while slot < min(last, catalogue.slots_used_top) and len(found) < limit and room > 0:
             if catalogue.visible(slot) and (
                 not request.prefix or catalogue.records.key(slot).startswith(request.prefix)
             ):
-                found.append(self._describe(slot))
+                found.append(stat := self._describe(slot))
+                room -= len(stat.key) + len(stat.metadata) + LISTED_BYTES
+                if len(found) % 128 == 0:
+                    yield None
             slot += 1
-            if slot % LIST_SLOTS == 0 or len(found) % 128 == 127:
+            if slot % LIST_SLOTS == 0:
                 yield None
         return m.Listing(request.id, found, slot if slot < catalogue.slots_used_top else 0)
 

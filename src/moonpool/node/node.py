@@ -80,6 +80,11 @@ class Node:
         self.catalogue.spaces.mode = mode
         self.catalogue.spaces.save()
 
+    def close(self) -> None:
+        """Let go of the files that stay open while a node serves; it doesn't any more."""
+        self.roster.close()
+        self.catalogue.records.close()
+
     def mark_closed(self) -> None:
         """Tell clients through the header that this incarnation has stopped cleanly."""
         self.catalogue.table.header[Header.CLOSED] = 1

@@ -78,22 +78,31 @@ class Sweeper:
             yield None
         catalogue.purging -= 1
 
-    def sweep_once(self) -> None:
-        """One slice: drop expired objects and end soft pins whose time is over. Called now and then."""
+    def sweep(self) -> Steps[None]:
+        """Go on with a slice in which much is over until it is done."""
+        while self.sweep_once():
+            yield None
+
+    def sweep_once(self) -> bool:
+        """One slice: drop expired objects and end soft pins whose time is over, up to `SLICE_DROPS` of each. Called now
+        and then; True where there is more to do in this slice."""
         catalogue = self.catalogue
         # Records that were never used aren't read: each page of them would cost a page fault.
         top = catalogue.slots_used_top
         start = self._cursor if self._cursor < top else 0
-        self._cursor = start + SLICE_RECORDS
-        rows = catalogue.records.table[start : min(self._cursor, top)]
+        rows = catalogue.records.table[start : min(start + SLICE_RECORDS, top)]
         now = catalogue.wall()
         committed = (rows["state"] & 0xFF) == State.COMMITTED
-        over = committed & (rows["expiry"] > 0) & (rows["expiry"] <= now)
-        for slot in (np.flatnonzero(over)[:SLICE_DROPS] + start).tolist():
+        expired = committed & (rows["expiry"] > 0) & (rows["expiry"] <= now)
+        soft = committed & ((rows["flags"] & Flag.SOFT) != 0) & (rows["pin_expiry"] <= now) & ~expired
+        over, soft_over = np.flatnonzero(expired) + start, np.flatnonzero(soft) + start
+        for slot in over[:SLICE_DROPS].tolist():
             catalogue.drop(slot, "expired")
-        soft = committed & ((rows["flags"] & Flag.SOFT) != 0) & (rows["pin_expiry"] <= now)
-        for slot in (np.flatnonzero(soft & ~over)[:SLICE_DROPS] + start).tolist():
+        for slot in soft_over[:SLICE_DROPS].tolist():
             catalogue.protect(slot, 0, 0.0)
+        more = len(over) > SLICE_DROPS or len(soft_over) > SLICE_DROPS
+        self._cursor = start if more else start + SLICE_RECORDS
+        return more
 
     def _purged(self, start: int, marks: Marks) -> npt.NDArray[np.int64]:
         """The slots from `start` on, one slice, that are committed and covered by a purge that cut there."""

@@ -184,6 +184,12 @@ class Roster:
             elif now - watch.free_since >= LOCK_GRACE_S:
                 self.end(watch.session, "lock-gone")
 
+    def close(self) -> None:
+        """Let go of the session files, where another node takes this one's place; the sessions are as they were."""
+        for fd in self._locks.values():
+            os.close(fd)
+        self._locks.clear()
+
     # ---- restart -------------------------------------------------------------------------------------------------
 
     def recover(self, held: npt.NDArray[np.int64], reservations: dict[int, set[int]]) -> None:

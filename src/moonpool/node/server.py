@@ -34,6 +34,8 @@ CLIENTS_MAX = 4096
 ACCEPT_PAUSE_S = 1.0
 """How long nobody is accepted after the system had no file descriptor left: it would be asked again at once else."""
 NO_DESCRIPTOR = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+REFUSED_RECENTLY_S = 2.0
+"""A pool counts as stuck only while writers are refused."""
 JOBS_INFLIGHT_MAX = 32
 """Checksum jobs sent ahead: enough to keep the process busy, few enough that urgent ones come soon."""
 
@@ -157,9 +159,6 @@ class Server:
         except StopIteration as stop:
             result: T = stop.value
             return result
-        except RuntimeError as error:
-            # A coroutine turns StopIteration into RuntimeError where it escapes; ours is caught above.
-            raise error
 
     async def _change(self, deadline: float) -> None:
         """Until something changed that may let a waiting request go on, or the deadline has come."""
@@ -188,7 +187,8 @@ class Server:
         self._ticker = self.loop.call_later(TICK_S, self._tick)
         begun = perf_counter()
         self.node.roster.tick()
-        self.node.sweeper.sweep_once()
+        if self.node.sweeper.sweep_once():
+            self.background(self.node.sweeper.sweep())
         self.node.catalogue.counters.step(perf_counter() - begun)
         if self.on_stuck is not None and self._stuck():
             self.on_stuck()
@@ -198,7 +198,7 @@ class Server:
         node = self.node
         return (
             node.roster.barrier is not None
-            and node.catalogue.counters.no_space > 0
+            and node.store.clock() - node.store.refused_at < REFUSED_RECENTLY_S
             and node.store.clock() - node.roster.barrier_since > node.config.reconnect_grace_s
         )
 
@@ -227,7 +227,6 @@ class ChecksumProcess:
         self._inflight = 0
         self._pending = bytearray()
         self._timer: asyncio.TimerHandle | None = None
-        self.on_start: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Start the process and begin to feed it."""

@@ -66,6 +66,8 @@ class Store:
         self.background: Callable[[Steps[None]], None] = finish
         """Takes over work that nobody waits for, once it has lasted a step."""
         self._largest = (float("-inf"), 0)  # when it was looked for, and what it was
+        self.refused_at = float("-inf")
+        """When there was no space for a key at last, by `clock`."""
         self.waiting = 0
         """Reservations that wait for space or for another writer."""
 
@@ -423,6 +425,7 @@ class Store:
                 offset = yield from self._make_room(slot, size, options, deadline)
             if offset < 0:
                 catalogue.counters.no_space += 1
+                self.refused_at = self.clock()
                 largest = yield from self._largest_available()
                 return Status.NO_SPACE, (
                     f"{size} bytes were wanted, {largest} is the largest run of free and "
@@ -431,6 +434,9 @@ class Store:
             now = catalogue.wall()
             if ARMED:
                 reach("node-made-room")
+            if options.pin and catalogue.protected_bytes + size > self.pin_bytes_max:  # others came while we waited
+                self.space.free(slot)
+                return Status.TOO_LARGE, self._pin_limit()
             try:
                 catalogue.begin(
                     slot,
