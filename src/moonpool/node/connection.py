@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=1 << 20)
         if self._pidfd is not None:
-            self.server.loop.add_reader(self._pidfd, self._process_gone)
+            self.server.loop.add_reader(self._pidfd, self.server.measured, self._process_gone)
 
     def data_received(self, data: bytes) -> None:
         if self._over:
@@ -105,6 +105,9 @@ class Connection(asyncio.Protocol):
         self._drained.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.server.measured(self._lost)
+
+    def _lost(self) -> None:
         self._transport = None
         self.retire()
         if self.subscriber is not None:
@@ -297,7 +300,7 @@ class Connection(asyncio.Protocol):
         socket's end comes next, unless a forked child keeps the socket open."""
         self._drop_pidfd()
         self._gone = True
-        self.server.loop.call_later(LAST_WORDS_S, self._end_gone)
+        self.server.loop.call_later(LAST_WORDS_S, self.server.measured, self._end_gone)
         if self._transport is None:
             self._end_gone()
 

@@ -158,7 +158,7 @@ class Preparation(threading.Thread):
                 reserve_file(fd, start, end - start, self.folder.pool)
                 if self._stopping.is_set():
                     return
-                self.server.loop.call_soon_threadsafe(self.node.grow, end)
+                self.server.loop.call_soon_threadsafe(self.server.measured, self.node.grow, end)
                 self.report(Progress("reserve", end, total))
             if self.config.prefault:
                 self._touch(total)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.errors import FolderError
 from moonpool.folder.folder import Folder
@@ -141,6 +141,14 @@ class Server:
             connection.retire()
             self.loop.call_soon(connection.close)  # after the reply to a Bye
 
+    def measured(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call, as a step of the loop that the metrics count."""
+        begun = perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            self.node.catalogue.counters.step(perf_counter() - begun)
+
     # ---- work that waits -----------------------------------------------------------------------------------------
 
     async def drive(self, steps: Steps[T], step: float | None) -> T:
@@ -151,11 +159,7 @@ class Server:
                     await asyncio.sleep(0)
                 else:
                     await self._change(step)
-                begun = perf_counter()
-                try:
-                    step = steps.send(None)
-                finally:
-                    self.node.catalogue.counters.step(perf_counter() - begun)
+                step = self.measured(steps.send, None)
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -185,11 +189,9 @@ class Server:
 
     def _tick(self) -> None:
         self._ticker = self.loop.call_later(TICK_S, self._tick)
-        begun = perf_counter()
-        self.node.roster.tick()
-        if self.node.sweeper.sweep_once():
+        self.measured(self.node.roster.tick)
+        if self.measured(self.node.sweeper.sweep_once):
             self.background(self.node.sweeper.sweep())
-        self.node.catalogue.counters.step(perf_counter() - begun)
         if self.on_stuck is not None and self._stuck():
             self.on_stuck()
 
@@ -241,7 +243,7 @@ class ChecksumProcess:
             [*command, str(self.share)], pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
         )
         theirs.close()
-        self.server.loop.add_reader(ours, self._results)
+        self.server.loop.add_reader(ours, self.server.measured, self._results)
         self._timer = self.server.loop.call_later(TICK_S, self._tick)
 
     def stop(self) -> None:
@@ -260,7 +262,7 @@ class ChecksumProcess:
 
     def _tick(self) -> None:
         self._timer = self.server.loop.call_later(TICK_S / 2, self._tick)
-        self._feed()
+        self.server.measured(self._feed)
 
     def _feed(self) -> None:
         if self._socket is None or self._inflight >= JOBS_INFLIGHT_MAX:

@@ -94,7 +94,7 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes_evicted / self.bytes_reserved if self.bytes_reserved else 0.0
 
 
-def node_stats(node: Node) -> NodeStats:
+def node_stats(node: Node, *, latencies: bool = True) -> NodeStats:
     """Collect a node's figures. Changes nothing; some 100 us, linear in the number of sessions, not of objects."""
     catalogue, roster, config = node.catalogue, node.roster, node.config
     counters, space = catalogue.counters, catalogue.space
@@ -158,6 +158,7 @@ def node_stats(node: Node) -> NodeStats:
                 p99_s=histogram.quantile(0.99),
             )
             for (operation, stage, number), histogram in counters.stages.items()
+            if latencies
         ],
         options=config.settings(),
     )
