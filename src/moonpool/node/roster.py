@@ -40,8 +40,8 @@ def _slots_of(pins: dict[int, int]) -> Iterator[int]:
 class _Watch:
     """A session that can only be watched by its lock: `free_since` is when the lock was first seen free.
 
-    While it is connected, a lock that was never `seen` taken says nothing: the client may be about to take it, or
-    be a feed, which holds nothing and takes none.
+    While it is connected and holds nothing, a lock that was never `seen` taken says nothing: the client may be about
+    to take it, which it does before its first request, or be a feed, which takes none.
     """
 
     session: Session
@@ -177,7 +177,7 @@ class Roster:
         for watch in list(self._watches.values()):
             if self._locked(watch.session):
                 watch.free_since, watch.seen = None, True
-            elif watch.session.standing is Standing.LIVE and not watch.seen:
+            elif watch.session.standing is Standing.LIVE and not watch.seen and watch.session.idle:
                 continue
             elif watch.free_since is None:
                 watch.free_since = now
