@@ -244,8 +244,9 @@ class Roster:
         if self.barrier is None or self.silent:
             return
         slots, self.barrier = self.barrier, None
-        np.frombuffer(self.store.pins, np.int32)[slots] -= 1
-        self.store.background(self._free_doomed(slots))
+        doomed = (self.store.catalogue.records.table["state"][slots] & 0xFF) == State.DOOMED
+        np.frombuffer(self.store.pins, np.int32)[slots[~doomed]] -= 1
+        self.store.give_back(slots[doomed].tolist())  # whose pins end one by one, as they are freed
         self.store.catalogue.wake()
 
     def _free_doomed(self, slots: npt.NDArray[np.int64]) -> Steps[None]:
