@@ -117,7 +117,7 @@ async def _serve(config: NodeConfig, folder: Folder, node: Node, report: Report)
         names = ", ".join(session.name for session in server.node.roster.silent)
         log.warning("%s did not come back within %.0f s: starting a fresh pool", names, config.reconnect_grace_s)
         preparation.stop()
-        checksums.stop()
+        checksums.stop(wait=False)
         folder.forget()
         fresh = open_node(config, folder, [])
         earlier = server.node

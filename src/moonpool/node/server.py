@@ -246,8 +246,9 @@ class ChecksumProcess:
         self.server.loop.add_reader(ours, self.server.measured, self._results)
         self._timer = self.server.loop.call_later(TICK_S, self._tick)
 
-    def stop(self) -> None:
-        """End the process and wait for it; safe to call twice."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the process and, by default, wait for it: of low priority as it is, that may take long. Safe to call
+        twice."""
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
@@ -257,7 +258,7 @@ class ChecksumProcess:
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2)
+                self._process.wait(2 if wait else 0)
             self._process = None
 
     def _tick(self) -> None:
