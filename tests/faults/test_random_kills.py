@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import time
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -32,6 +33,9 @@ KEPT = [f"kept {i}" for i in range(6)]
 def committed(node: RunningNode) -> set[bytes]:
     found = extents(node.folder)
     assert not overlaps(found), f"seed {SEED}: an extent is owned twice"
+    named = Counter(extent.key for extent in found if extent.state is not State.DOOMED)
+    twice = [extent for extent in found if named[extent.key] > 1]
+    assert not twice, f"seed {SEED}: a key has two objects: {twice}"
     return {extent.key for extent in found if extent.state is State.COMMITTED}
 
 

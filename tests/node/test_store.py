@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moonpool.node.node as node_module
 from moonpool.folder.layout import State
 from moonpool.node.node import Node, embedded_node
-from moonpool.node.sessions import Session
+from moonpool.node.sessions import Session, Standing
 from moonpool.node.steps import Steps, finish
 from moonpool.status import Status
 from moonpool.testing.conformance import a_space
@@ -160,6 +161,28 @@ def test_the_end_of_a_session_gives_back_all_that_it_holds(node: Node, session: 
     assert (node.catalogue.doomed, node.catalogue.live, len(node.holds.by_name)) == (0, 3, 0)
     assert not any(node.store.pins[slot] for slot in range(node.config.slots))
     node.roster.end(session, "process-gone")  # a second time changes nothing
+    sound(node)
+
+
+def test_what_a_barrier_held_is_freed_and_not_evicted_once_it_was_removed(node: Node, session: Session) -> None:
+    keys = [b"%d" % i for i in range(250)]
+    put(node, session, keys, 4096)
+    silent = Session(99, standing=Standing.SILENT)
+    node.roster.sessions[99] = silent
+    node.roster.recover(np.array([node.catalogue.find(key) for key in keys]), {})
+    node.store.remove(keys, force=False)
+    assert node.catalogue.doomed == 250
+    later: list[Steps[None]] = []
+    node.store.background = later.append
+    node.roster.end(silent, "lock-gone")
+    # Between two steps of giving back, others put the same keys, and evict what they can.
+    for steps in later:
+        assert put(node, session, keys[:5], 4096) == [0] * 5
+        assert put(node, session, [b"large"], 64 * KIB, wait_s=0.0)[0] in (0, Status.NO_SPACE)
+        finish(steps)
+    assert later, "it took more than one step"
+    assert node.catalogue.doomed == 0
+    assert not node.store.pins[node.catalogue.find(keys[0])]
     sound(node)
 
 
