@@ -181,6 +181,8 @@ class Reading(Base):
     ) -> tuple[m.Acquired, Attachment]:
         reply, attachment = self.link.exchange(m.Acquire(0, keys, verify), meanwhile)
         assert isinstance(reply, m.Acquired)
+        if ARMED:
+            reach("client-acquired")
         return reply, attachment
 
     def _wrap(self, reply: m.Acquired, attachment: Attachment, arrays: list[Array | None], statuses: Statuses) -> None:
