@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -19,7 +21,18 @@ TRIES = 12
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Iterator[moonpool.Client]:
+def undisturbed() -> Iterator[None]:
+    """Where we may, run ahead of other processes: what is measured is the interpreter lock, not how busy the machine
+    is. Threads that start meanwhile inherit it."""
+    earlier = os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    yield
+    os.setpriority(os.PRIO_PROCESS, 0, earlier)
+
+
+@pytest.fixture(scope="module")
+def roomy(undisturbed: None) -> Iterator[moonpool.Client]:
     with running_node("1200MiB") as node, node.connect(timeout_s=60) as client:
         client.wait_prefaulted(60)
         with client.reserve("key", GIB, wait_s=5) as (extent,):
@@ -36,6 +49,8 @@ def longest_stall(call: Callable[[], object]) -> float:
 
     def tick() -> None:
         nonlocal worst
+        with suppress(OSError):  # it needs next to nothing, and at once
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         before = time.perf_counter()
         while not done.is_set():
             time.sleep(0.0005)
@@ -72,7 +87,7 @@ def test_a_ticking_thread_is_not_delayed_by_more_than_5_ms(roomy: moonpool.Clien
 
 
 @pytest.mark.slow
-def test_the_measurement_shows_a_copy_that_holds_the_lock() -> None:
+def test_the_measurement_shows_a_copy_that_holds_the_lock(undisturbed: None) -> None:
     source, target = np.ones(GIB // 4, np.uint8), np.ones(GIB // 4, np.uint8)
 
     def hold() -> None:

@@ -53,7 +53,18 @@ def in_child(call: Callable[[], object]) -> int:
 def load(url: str, seed: int, *, test: str = "", steps: int = 0) -> subprocess.Popen[str]:
     """A `moonpool.testing.load` process, which says "ready" once it has connected."""
     return subprocess.Popen(
-        [sys.executable, "-m", "moonpool.testing.load", url, "--seed", str(seed), "--steps", str(steps)],
+        [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-m",
+            "moonpool.testing.load",
+            url,
+            "--seed",
+            str(seed),
+            "--steps",
+            str(steps),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -74,6 +85,12 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             if pipe is not None:
                 pipe.close()
         process.wait()
+
+
+def stacks(process: subprocess.Popen[str]) -> str:
+    """End a process that was started with `-X faulthandler`, and tell where all its threads were."""
+    process.send_signal(signal.SIGABRT)
+    return process.communicate(timeout=END_S)[1]
 
 
 def said(process: subprocess.Popen[str]) -> str:

@@ -20,7 +20,7 @@ from moonpool.folder.layout import State
 from moonpool.testing.node import RunningNode, eventually, running_node
 from moonpool.testing.records import extents, overlaps
 from moonpool.testing.values import generation_of, value_of
-from tests.faults.processes import END_S, ended, load
+from tests.faults.processes import END_S, ended, load, stacks
 
 NODE_POINTS = (
     "node-session-file", "node-allocated", "node-record-body", "node-made-room", "node-evicting", "node-reserved",
@@ -160,7 +160,7 @@ def test_a_client_killed_there_leaves_nothing_behind(beside: RunningNode, point:
         try:
             assert dying.wait(END_S) == -signal.SIGKILL, dying.stderr.read() if dying.stderr else ""
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the client never came to {point}")
+            pytest.fail(f"the client never came to {point}: {stacks(dying)}")
     eventually(lambda: living.client.stats().reservations == 1, "its reservations are free")
     living.goes_on()
     for stat in living.client.list():

@@ -21,7 +21,7 @@ from moonpool.folder.layout import State
 from moonpool.testing.node import RunningNode, eventually, running_node
 from moonpool.testing.records import extents, overlaps
 from moonpool.testing.values import generation_of, value_of
-from tests.faults.processes import END_S, kill, load, said
+from tests.faults.processes import END_S, kill, load, said, stacks
 
 CLIENTS = 4
 KILLS = 50
@@ -93,7 +93,10 @@ def test_fifty_kills_under_load_leave_no_wrong_byte_and_nothing_behind() -> None
             assert said(client) == "ready"
             client.terminate()
         for client in clients:
-            _, errors = client.communicate(timeout=END_S)
+            try:
+                _, errors = client.communicate(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"seed {SEED}: a client doesn't end: {stacks(client)}")
             assert client.returncode == 0, f"seed {SEED}: {errors}"
         del array
         views.close()
