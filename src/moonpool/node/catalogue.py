@@ -282,24 +282,52 @@ class Catalogue:
         words[base] = state ^ (_RESERVED ^ _COMMITTED)
         if ARMED:
             reach("node-record-state")
-        words[base + _WORD] = self.table.insert(words[base + 3], state >> 8 & GENERATION_MASK) << 32 | number
         self.pins[slot] -= 1
-        size = words[base + _SIZE]
-        space.objects += 1
-        space.live_bytes += size
-        self.counters.bytes_written[number] += size
-        self.live += 1
         if flags & _PROTECTED:
             self.space.protect(slot, self.protection(slot))
         if not self.has_expiry and self.floats[base + _EXPIRY]:
             self.has_expiry = True
-        if self.feed.subscribers:
-            self.feed.publish("stored", self.records.key(slot), size, number, "", self.records.metadata(slot))
-        else:
-            self.feed.sequence += 1
-        if self.changed:
-            self.wake()
+        self._appear(slot, state >> 8 & GENERATION_MASK, words[base + 3], number, words[base + _SIZE])
         return True
+
+    def admit(
+        self,
+        slot: int,
+        key: bytes,
+        print_: int,
+        space: int,
+        offset: int,
+        size: int,
+        session: int,
+        now: float,
+        checksum: int,
+    ) -> None:
+        """`claim`, `begin` and `commit` in one, for a plain object whose bytes lie in its extent already."""
+        self.index[hash(key) & self.index_mask][key] = slot
+        generation = self.generations = self.generations % GENERATION_MASK + 1
+        self.records.write(
+            slot,
+            state=_COMMITTED,
+            generation=generation,
+            session=session,
+            offset=offset,
+            size=size,
+            print_=print_,
+            space=space,
+            now=now,
+            expiry=0.0,
+            checksum=checksum & _CHECKSUM_MASK,
+            flags=_SUMMED if checksum else 0,
+            pin_expiry=0.0,
+            epoch_and_priority=self.spaces.epoch << 8,
+            key=key,
+            metadata=b"",
+        )
+        if ARMED:
+            reach("node-record-state")
+        if not checksum:
+            self.unsummed.append(slot)
+        self._appear(slot, generation, print_, space, size)
 
     def abort(self, slot: int) -> None:
         """A writer gives up: nothing became visible, its extent is free once nobody else holds it."""
@@ -380,6 +408,21 @@ class Catalogue:
                 call()
 
     # ---- within --------------------------------------------------------------------------------------------------
+
+    def _appear(self, slot: int, generation: int, print_: int, number: int, size: int) -> None:
+        """Put an object whose record says COMMITTED into shared table, accounts and feed."""
+        self.words[slot * RECORD_WORDS + _WORD] = self.table.insert(print_, generation) << 32 | number
+        space = self.spaces.spaces[number]
+        space.objects += 1
+        space.live_bytes += size
+        self.counters.bytes_written[number] += size
+        self.live += 1
+        if self.feed.subscribers:
+            self.feed.publish("stored", self.records.key(slot), size, number, "", self.records.metadata(slot))
+        else:
+            self.feed.sequence += 1
+        if self.changed:
+            self.wake()
 
     def _forget(self, slot: int, reason: str) -> None:
         """Take a committed object out of table, index and accounts."""

@@ -128,14 +128,24 @@ class Store:
         prints: list[int] = fingerprints(keys).tolist() if plain else []
         now, deadline = catalogue.wall(), self._deadline(options)
         written: list[int] = []
+        number_of = catalogue.spaces.number_of
         for i, key in enumerate(keys):
             value = values[i]
             size = len(value)
             slot: int | tuple[Status, str] = -1
             if size > INLINE_VALUE_BYTES_MAX:
                 slot = Status.TOO_LARGE, f"{size} bytes exceed the {INLINE_VALUE_BYTES_MAX} that go with a message"
-            elif plain:
-                slot = self._reserve_now(session, key, prints[i], size, now)
+            elif plain and (found := self._extent_now(key, size)) is not None:
+                slot, offset = found
+                pool[offset : offset + size] = value
+                if ARMED:
+                    reach("node-inline-filled")
+                number, sum_ = number_of(key), request.checksums[i] if request.checksums else 0
+                catalogue.admit(slot, key, prints[i], number, offset, size, session.number, now, sum_)
+                written.append(slot)
+                if i & SLICE_MASK == SLICE_MASK:
+                    yield None
+                continue
             if slot == -1:
                 metadata = request.metadata[i] if request.metadata else b""
                 slot = yield from self._reserve_one(session, key, size, metadata, options, deadline, i in duplicates)
@@ -338,24 +348,33 @@ class Store:
             used -= CHAIN_STEP_S
 
     def _reserve_now(self, session: Session, key: bytes, print_: int, size: int, now: float) -> int:
-        """The common case of `_reserve_one` without its generality: a new key for which there is free space. -1 where
-        it takes more than that (then nothing has changed)."""
+        """The common case of `_reserve_one` without its generality, see `_extent_now`: a slot, or -1."""
+        found = self._extent_now(key, size)
+        if found is None:
+            return -1
+        slot, offset = found
+        catalogue = self.catalogue
+        catalogue.claim(key, slot)
+        catalogue.begin(slot, key, print_, catalogue.spaces.number_of(key), offset, size, session.number, now)
+        return slot
+
+    def _extent_now(self, key: bytes, size: int) -> tuple[int, int] | None:
+        """Slot and offset for a new key for which there is free space; None where it takes more than that (then
+        nothing has changed)."""
         catalogue = self.catalogue
         if not (0 < size <= self.pool_bytes and 0 < len(key) <= INLINE_KEY_BYTES) or catalogue.find(key) >= 0:
-            return -1
+            return None
         slot = catalogue.take_slot()
         if slot < 0:
-            return -1
+            return None
         offset = self.space.allocate(slot, size)
         if offset < 0:
             catalogue.give_slot(slot)
-            return -1
-        catalogue.claim(key, slot)
+            return None
         if ARMED:
             reach("node-allocated")
-        catalogue.begin(slot, key, print_, catalogue.spaces.number_of(key), offset, size, session.number, now)
         catalogue.counters.reserved_bytes += size
-        return slot
+        return slot, offset
 
     def _refusal(self, key: bytes, size: int, metadata: bytes, options: m.Options) -> tuple[Status, str] | None:
         """Why a key can't be reserved whatever the state of the pool."""
