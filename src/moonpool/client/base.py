@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moonpool.client.commits import Commits
 from moonpool.client.copying import Copier
-from moonpool.client.link import Link
+from moonpool.client.interface import Link
 
 
 class Base:

@@ -15,7 +15,8 @@ from moonpool.client.commits import Commits
 from moonpool.client.copying import Copier
 from moonpool.client.embedded import EmbeddedLink
 from moonpool.client.feed import EmbeddedSubscription, SocketSubscription, Subscription
-from moonpool.client.link import Link, SocketLink
+from moonpool.client.interface import Link
+from moonpool.client.link import SocketLink
 from moonpool.client.lookup import Lookup
 from moonpool.client.writing import Writing
 from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from moonpool.client.attachment import Attachment
-from moonpool.client.link import TRIES_MAX, Begun, Link
+from moonpool.client.interface import Begun, Link
+from moonpool.client.link import TRIES_MAX
 from moonpool.errors import MoonpoolError, NodeUnavailable
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status

@@ -1,7 +1,4 @@
-"""The link to a node: what this client holds there, kept true over reconnects.
-
-A link is what the rest of the client is written against; there are two: over a socket, and `embedded`.
-"""
+"""The link to a node over a socket: what this client holds there, kept true over reconnects."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from moonpool import errors
 from moonpool.client.attachment import Attachment, Prefault
 from moonpool.client.channel import Channel
+from moonpool.client.interface import Begun
 from moonpool.folder.folder import Folder, open_file
 from moonpool.folder.layout import Header
 from moonpool.probes import ARMED, reach
@@ -36,73 +33,6 @@ HELLO_TIMEOUT_S = 2.0
 """The longest that a node may take to answer Hello: other threads' releases wait for it."""
 TRIES_MAX = 3
 """How often one call is sent anew because the connection broke under it."""
-
-
-Begun = Any
-"""A request under way: what `begin` gives and `finish` takes, once."""
-
-
-class Link(Protocol):
-    """A session with one node. Thread-safe."""
-
-    @property
-    def attachment(self) -> Attachment:
-        """What is mapped now. Raises `NodeUnavailable` while there is no node."""
-
-    def call(self, request: m.Message) -> m.Message:
-        """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
-
-    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Attachment]:
-        """As `call`, with the attachment that the ids and offsets in the reply belong to. `meanwhile` is called once,
-        while the node is at work."""
-
-    def begin(self, request: m.Message) -> Begun:
-        """Send a request now; `finish` waits for the reply."""
-
-    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
-        """Send several requests at once."""
-
-    def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
-
-    def send(self, message: m.Message) -> None:
-        """Send a message that has no reply, if the connection is there."""
-
-    def answered(self, begun: Begun | None) -> bool:
-        """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
-
-    def every_round(self, call: Callable[[], None]) -> None:
-        """Have the watching thread, where there is one, call this method some ten times a second, while its object
-        lives: the link doesn't keep it."""
-
-    def abandon(self, begun: Begun) -> None:
-        """Nobody asks for this reply any more: what it gives is given back."""
-
-    def begin_commit(
-        self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
-    ) -> Begun | None:
-        """Send the commit of filled extents. None where they belong to a session that is no more."""
-
-    def committed(self, attachment: Attachment, ids: list[int]) -> None:
-        """The node has answered a commit: these are no reservations of ours any more."""
-
-    def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
-        """Give pins back; not waited for. The caller's I/O on them has stopped."""
-
-    def abort(self, attachment: Attachment, ids: list[int]) -> None:
-        """Give extents back unfilled; not waited for. The caller's I/O on them has stopped."""
-
-    def drop(self, attachment: Attachment, number: int) -> None:
-        """A view's last reference is gone: its pin is released soon. Called by finalizers; only appends to a queue."""
-
-    def flush(self) -> None:
-        """Release what `drop` has queued."""
-
-    def close(self, wait: bool = True) -> None:
-        """End the session, at once or when the last view is gone; `wait` for the node to say that it has. Safe to call
-        twice."""
-
-    def prefaulted(self, timeout_s: float | None) -> bool:
-        """Wait until this process's mapping has been faulted in."""
 
 
 class SocketLink:

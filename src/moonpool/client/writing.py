@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_bytes, encode_keys
-from moonpool.client.link import Begun
+from moonpool.client.interface import Begun
 from moonpool.errors import InvalidRequest, NodeUnavailable, ReadOnly
 from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX
 from moonpool.probes import ARMED, reach
