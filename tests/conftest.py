@@ -9,7 +9,9 @@ import pytest
 import moonpool
 from moonpool.testing.node import RunningNode, eventually, running_node
 
-pytest.register_assert_rewrite("moonpool.testing.conformance", "moonpool.testing.space_model")
+pytest.register_assert_rewrite(
+    "moonpool.testing.conformance", "moonpool.testing.conformance_node", "moonpool.testing.space_model"
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import moonpool
 from moonpool import Status
 from moonpool.folder.layout import RECORD_BYTES, Field, Flag
 from moonpool.folder.records import Records
-from moonpool.testing.conformance import a_space
+from moonpool.testing.conformance_node import a_space
 from moonpool.testing.node import RunningNode, eventually, running_node
 from moonpool.testing.records import extents
 from moonpool.testing.values import generation_of, value_of

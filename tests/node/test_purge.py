@@ -10,7 +10,7 @@ import pytest
 
 import moonpool
 from moonpool import Group, Status
-from moonpool.testing.conformance import a_space
+from moonpool.testing.conformance_node import a_space
 from moonpool.testing.node import RunningNode, eventually, running_node
 from moonpool.testing.values import generation_of, value_of
 from moonpool.wire import messages as m

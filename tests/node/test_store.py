@@ -13,7 +13,7 @@ from moonpool.node.node import Node, embedded_node
 from moonpool.node.sessions import Session, Standing
 from moonpool.node.steps import Steps, finish
 from moonpool.status import Status
-from moonpool.testing.conformance import a_space
+from moonpool.testing.conformance_node import a_space
 from moonpool.wire import messages as m
 
 KIB = 1 << 10
