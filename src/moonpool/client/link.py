@@ -267,13 +267,13 @@ class SocketLink:
             if attachment.token != self._token:
                 return
             pins = self._pins
-            held = [number for number in ids if number in pins]  # others the node has lost meanwhile, and told us
-            for number in held:
-                left = pins[number] - 1
-                if left:
-                    pins[number] = left
-                else:
-                    del pins[number]
+            held = []
+            for number in ids:
+                left = pins.pop(number, 0)
+                if left:  # else the node has lost it meanwhile, and told us
+                    held.append(number)
+                    if left > 1:
+                        pins[number] = left - 1
             if held:
                 self._send(m.Release(0, held, transfer_s))
 

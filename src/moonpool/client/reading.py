@@ -245,25 +245,24 @@ class Reading(Base):
         source, view = attachment.pool.bytes, attachment.pool.view
         large: list[tuple[Array, Array]] = []
         copied = 0
+        result.sizes[start : start + len(reply.sizes)] = reply.sizes
         for i, (status, size, offset, target) in enumerate(
             zip(reply.statuses, reply.sizes, reply.offsets, targets, strict=True)
         ):
             if status != _OK:
                 result[start + i] = Status(status)
-                continue
-            result.sizes[start + i] = size
-            if isinstance(target, str):
+            elif isinstance(target, str):
                 result[start + i] = Status.INVALID
                 result.details[start + i] = target
             elif len(target) < size:
                 result[start + i] = Status.BUFFER_TOO_SMALL
                 result.details[start + i] = f"the object has {size} bytes, the target {len(target)}"
+            elif size <= SMALL_BYTES:
+                copied += size
+                target[:size] = view[offset : offset + size]
             else:
                 copied += size
-                if size > SMALL_BYTES:
-                    large.append((np.frombuffer(target, np.uint8, size), source[offset : offset + size]))
-                else:
-                    target[:size] = view[offset : offset + size]
+                large.append((np.frombuffer(target, np.uint8, size), source[offset : offset + size]))
         if large:
             self.copier.copy(large)
         return copied

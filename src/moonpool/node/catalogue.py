@@ -122,6 +122,11 @@ class Catalogue:
         """The slot of a key that is claimed, reserved or committed, or -1. Says nothing about visibility."""
         return self.index[hash(key) & self.index_mask].get(key, -1)
 
+    def find_many(self, keys: list[bytes]) -> list[int]:
+        """`find` for a batch."""
+        index, mask = self.index, self.index_mask
+        return [index[hash(key) & mask].get(key, -1) for key in keys]
+
     def state(self, slot: int) -> int:
         return self.words[slot * RECORD_WORDS] & 0xFF
 

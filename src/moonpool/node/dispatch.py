@@ -154,7 +154,7 @@ class Dispatcher:
     def _acquire_now(self, session: Session, request: m.Acquire) -> m.Acquired:
         begun = perf_counter()
         space = self._space_of(request.keys)
-        slots = list(map(self._catalogue.find, request.keys))
+        slots = self._catalogue.find_many(request.keys)
         reply = self._store.acquire_slots(session, request.id, slots)
         hits = reply.statuses.count(0)
         counters = self._counters
