@@ -9,7 +9,7 @@ import msgspec
 
 from moonpool.client.base import Base
 from moonpool.client.buffers import encode_key, encode_keys
-from moonpool.errors import InvalidRequest, ProtocolError, ReadOnly
+from moonpool.errors import InvalidRequest, ProtocolError
 from moonpool.keys.space import KeySpace
 from moonpool.observe.stats import NodeStats, mode_name
 from moonpool.status import Status, Statuses
@@ -144,10 +144,6 @@ class Administration(Base):
         self._ask(m.SetMode(0, MODES.index(mode)), m.Count)
 
     # ---- within --------------------------------------------------------------------------------------------------
-
-    def _writable(self) -> None:
-        if self.read_only:
-            raise ReadOnly("this client was opened with read_only=True; connect without it to write")
 
     def _ask(self, request: m.Message, kind: type[R]) -> R:
         self.link.flush()

@@ -76,7 +76,6 @@ class SocketLink:
         self._closing = False
         self._watcher: threading.Thread | None = None
         self._prefault: Prefault | None = None
-        self._pid = os.getpid()
         self._retry_at, self._retry_s = 0.0, RECONNECT_FIRST_S
         self._told = False  # of a node that is too far away, once
 

@@ -16,7 +16,7 @@ from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_target, encode_key, encode_keys
 from moonpool.client.copying import SMALL_BYTES, copy_out
 from moonpool.errors import IntegrityError, InvalidRequest
-from moonpool.folder.layout import GENERATION_MASK, KEY_BYTES_MAX, NO_WORD
+from moonpool.folder.layout import KEY_BYTES_MAX
 from moonpool.node.checksums import checksum
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status, Statuses
@@ -272,11 +272,7 @@ class Reading(Base):
         table = attachment.table
         if table.purge_epoch != reply.epoch or not attachment.live:  # a dead node's table says nothing any more
             return False
-        words = table.words
-        for place, number in zip(reply.words, reply.ids, strict=True):
-            if number and place != NO_WORD and words[place] & GENERATION_MASK != number >> 32:
-                return False
-        return True
+        return table.all_unchanged(reply.words, reply.ids)
 
     def _recheck(self, reply: m.Acquired, attachment: Attachment, start: int, result: Statuses) -> None:
         """Something changed under the copy: what isn't there any more is a miss."""

@@ -16,7 +16,7 @@ from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_bytes, encode_keys
 from moonpool.client.interface import Begun
-from moonpool.errors import InvalidRequest, NodeUnavailable, ReadOnly
+from moonpool.errors import InvalidRequest, NodeUnavailable
 from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status, Statuses
@@ -278,10 +278,6 @@ class Writing(Base):
         return Reservations(self, wanted, reply, attachment).attach(request.sizes)
 
     # ---- within --------------------------------------------------------------------------------------------------
-
-    def _writable(self) -> None:
-        if self.read_only:
-            raise ReadOnly("this client was opened with read_only=True; connect without it to write")
 
     def _put_inline(
         self, batch: _Batch, options: m.Options, metadatas: list[bytes], sums: list[int], result: Statuses

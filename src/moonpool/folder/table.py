@@ -83,7 +83,15 @@ class TableReader:
 
     def unchanged(self, word: int, generation: int) -> bool:
         """Whether table word `word` still is of `generation`: asked once more after a copy."""
-        return word == NO_WORD or self.words[word] & GENERATION_MASK == generation
+        return self.all_unchanged((word,), (generation << 32,))
+
+    def all_unchanged(self, places: Sequence[int], ids: Sequence[int]) -> bool:
+        """`unchanged` for a batch: table words `places` against the generations in `ids` (0 = none, passed over)."""
+        words = self.words
+        for place, number in zip(places, ids, strict=True):
+            if number and place != NO_WORD and words[place] & GENERATION_MASK != number >> 32:
+                return False
+        return True
 
     def contains(self, key: bytes) -> bool:
         """Whether `key` seems to be stored."""
