@@ -27,7 +27,7 @@ from moonpool.errors import (
     RequestTimeout,
     VersionMismatch,
 )
-from moonpool.matching import Group, Match
+from moonpool.matching import Extents, Group, Match
 from moonpool.observe.stats import NodeStats
 from moonpool.status import Status, Statuses
 from moonpool.wire.messages import Event, ObjectStat, SpaceInfo
@@ -39,6 +39,7 @@ __all__ = [
     "Closed",
     "ConfigError",
     "Event",
+    "Extents",
     "FolderError",
     "Group",
     "IntegrityError",

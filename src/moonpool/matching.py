@@ -44,12 +44,30 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Extents:
+    """Where held objects lie in the pool: one entry an object in each list, in the order of the groups' needed keys.
+
+    Good for as long as the hold lasts, and checked once more after the bytes have been read: see `Client.still_good`.
+    Plain data, for other processes of the host too.
+    """
+
+    pool_id: bytes
+    epoch: int
+    ids: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    words: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """The answer of `match`: the largest n, in units, that satisfies every group. `hold` names what now keeps the
     needed objects in place, or is None; the hold ends with `release_hold` or with the client that made it."""
 
     length: int
     hold: str | None = None
+    extents: Extents | None = None
+    """Where what is held lies, if that was asked for."""
 
 
 def longest(rules: Sequence[tuple[str, int, int]], present: Sequence[npt.NDArray[np.bool_]]) -> int:

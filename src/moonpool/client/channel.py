@@ -7,6 +7,7 @@ another that waits. So a lone thread's round trip costs no thread switch.
 from __future__ import annotations
 
 import itertools
+import select
 import socket
 import struct
 import threading
@@ -142,6 +143,19 @@ class Channel:
     def answered(self, pending: Pending) -> bool:
         """Whether `finish` would return or raise at once."""
         return pending.reply is not None or self.broken is not None
+
+    def wait(self, pending: Pending, timeout_s: float) -> bool:
+        """Wait for the reply, but for at most `timeout_s`; the same as `answered` then. Raises nothing."""
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        while not self.answered(pending):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            poller.poll(max(1, int(left_s * 1000)))
+            self.collect()  # or another thread reads it
+        return True
 
     def abandon(self, pending: Pending) -> None:
         """Nobody asks for this reply any more: what it gives is given back, now or when it comes."""

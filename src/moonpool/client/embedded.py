@@ -94,6 +94,9 @@ class EmbeddedLink:
     def answered(self, begun: Begun | None) -> bool:
         return True
 
+    def wait(self, begun: Begun, timeout_s: float) -> bool:
+        return True
+
     def every_round(self, call: Callable[[], None]) -> None:
         pass
 

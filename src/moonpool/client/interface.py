@@ -43,6 +43,9 @@ class Link(Protocol):
     def answered(self, begun: Begun | None) -> bool:
         """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
 
+    def wait(self, begun: Begun, timeout_s: float) -> bool:
+        """Wait for at most `timeout_s`; the same as `answered` then."""
+
     def every_round(self, call: Callable[[], None]) -> None:
         """Have the watching thread, where there is one, call this method some ten times a second, while its object
         lives: the link doesn't keep it."""

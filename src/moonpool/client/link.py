@@ -238,6 +238,10 @@ class SocketLink:
         channel, pending = begun
         return bool(channel.answered(pending))
 
+    def wait(self, begun: Begun, timeout_s: float) -> bool:
+        channel, pending = begun
+        return bool(channel.wait(pending, timeout_s))
+
     def every_round(self, call: Callable[[], None]) -> None:
         self._rounds.append(weakref.WeakMethod(call))
 

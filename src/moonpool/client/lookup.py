@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import encode_key, encode_keys
+from moonpool.client.interface import Begun
 from moonpool.client.reading import Reading, Views
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, NodeUnavailable
 from moonpool.folder.layout import Mode
-from moonpool.matching import RULES, Group, Match, longest
+from moonpool.matching import RULES, Extents, Group, Match, longest
 from moonpool.wire import messages as m
 
 
@@ -39,14 +41,29 @@ class Lookup(Reading, Base):
         """How many keys from the first on seem to be stored without a gap. Advisory, see `exists`."""
         return self.match([Group(keys)]).length
 
-    def match(self, groups: Sequence[Group], hold: str | None = None) -> Match:
+    def match(self, groups: Sequence[Group], hold: str | None = None, *, extents: bool = False) -> Match:
         """The largest n (in units, see `Group`) for which every group has what a prefix of n needs.
 
         Without `hold`: from shared memory alone, advisory. With `hold`, a name of the caller's (a request id): the
         node looks as well, and keeps what that n needs in place until `release_hold`, or until this client ends.
         Asked again under the same name it answers the same, so that it may be repeated. Other clients of the host
-        may `adopt` or release the hold. Raises `NodeUnavailable`, `InvalidRequest`.
+        may `adopt` or release the hold. With `extents` the answer says where the held objects lie, for I/O of the
+        caller's own. Raises `NodeUnavailable`, `InvalidRequest`.
         """
+        asked = self._look(groups, hold, extents)
+        if isinstance(asked, Match):
+            return asked
+        return self._matched(asked, *self.link.exchange(asked))
+
+    def begin_match(self, groups: Sequence[Group], hold: str, *, extents: bool = False) -> Match | PendingMatch:
+        """`match` without waiting for the node: the answer where shared memory has it, else one that is to come."""
+        asked = self._look(groups, hold, extents)
+        if isinstance(asked, Match):
+            return asked
+        return PendingMatch(self, asked, self.link.begin(asked))
+
+    def _look(self, groups: Sequence[Group], hold: str | None, extents: bool) -> Match | m.Match:
+        """The answer from shared memory, or what the node is to be asked."""
         self.commits.settle()
         attachment = self.link.attachment
         if not attachment.table.mode & Mode.READ:
@@ -65,12 +82,20 @@ class Lookup(Reading, Base):
             m.GroupKeys(own[: length // group.step], RULES.index(group.rule), group.window, group.step)
             for group, own in zip(groups, keys, strict=True)
         ]
-        reply = self.link.call(m.Match(0, asked, hold))
+        return m.Match(0, asked, hold, extents)
+
+    def _matched(self, asked: m.Match, reply: m.Message, attachment: Attachment) -> Match:
         assert isinstance(reply, m.Matched)
         if not reply.length:
             return Match(0)
-        self.holds.add(hold)
-        return Match(reply.length, hold)
+        self.holds.add(asked.hold)
+        if not asked.extents:
+            return Match(reply.length, asked.hold)
+        if not reply.ids:  # a node of the version before doesn't tell where objects lie
+            self.drop_hold(asked.hold)
+            return Match(0)
+        where = Extents(attachment.pool_id, reply.epoch, reply.ids, reply.offsets, reply.sizes, reply.words)
+        return Match(reply.length, asked.hold, where)
 
     def adopt(self, hold: str) -> Views:
         """Views of what a hold keeps, in the order of its groups' needed keys; the hold itself goes on.
@@ -82,6 +107,25 @@ class Lookup(Reading, Base):
         assert isinstance(reply, m.Acquired)
         return self._as_views(reply, attachment)
 
+    def drop_hold(self, hold: str) -> None:
+        """End a hold without waiting for the node to say that it has. Raises nothing: with the node gone, so is it."""
+        self.holds.discard(hold)
+        self.link.send(m.ReleaseHold(0, hold))
+
+    def still_good(self, extents: Extents) -> bool:
+        """Whether what was read from these extents is what was held: to be asked when the I/O has ended.
+
+        From shared memory. False also where the node has gone or purged meanwhile: then it can't be told, and the
+        bytes are to be taken for a miss.
+        """
+        try:
+            attachment = self.link.attachment
+        except NodeUnavailable:
+            return False
+        table = attachment.table
+        same = attachment.pool_id == extents.pool_id and table.purge_epoch == extents.epoch
+        return same and table.all_unchanged(extents.words, extents.ids)
+
     def release_hold(self, hold: str) -> bool:
         """End a hold, whoever made it. False where there is none of that name. Raises `NodeUnavailable`."""
         self.holds.discard(hold)
@@ -91,3 +135,23 @@ class Lookup(Reading, Base):
 
     holds: set[str]
     """Names of holds that this client has made and not released."""
+
+
+class PendingMatch:
+    """A `match` that the node has been asked for. Let it end with `result`, or give it up with `cancel`."""
+
+    def __init__(self, client: Lookup, asked: m.Match, begun: Begun) -> None:
+        self._client, self._asked, self._begun = client, asked, begun
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for at most `timeout_s`; True where `result` would return or raise at once."""
+        return self._client.link.wait(self._begun, timeout_s)
+
+    def result(self) -> Match:
+        """The answer. Raises as `match` does, `NodeUnavailable` also where the connection broke meanwhile."""
+        return self._client._matched(self._asked, *self._client.link.finish(self._begun))
+
+    def cancel(self) -> None:
+        """Nobody asks any more: the hold ends as soon as it is there."""
+        self._client.link.abandon(self._begun)
+        self._client.drop_hold(self._asked.hold)

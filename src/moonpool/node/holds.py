@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.errors import InvalidRequest
+from moonpool.folder.layout import RECORD_WORDS, Field
 from moonpool.matching import GROUPS_MAX, RULES, STEP_MAX, longest, needed
 from moonpool.node.sessions import Hold, Session
 from moonpool.node.steps import Steps
@@ -43,7 +44,7 @@ class Holds:
                 raise InvalidRequest(f"no group has rule {group.rule}, window {group.window} and step {group.step}")
         known = self.by_name.get(request.hold)
         if known is not None:
-            return m.Matched(request.id, known.length, False)
+            return (yield from self._answer(request, known, created=False))
         if len(self.by_name) >= HOLDS_MAX:
             raise InvalidRequest(f"{HOLDS_MAX} holds are taken already; release those that have ended")
         catalogue = self.store.catalogue
@@ -75,7 +76,26 @@ class Holds:
                 yield None
                 if self.by_name.get(hold.name) is not hold:
                     break
-        return m.Matched(request.id, hold.length, True)
+        return (yield from self._answer(request, hold, created=True))
+
+    def _answer(self, request: m.Match, hold: Hold, *, created: bool) -> Steps[m.Matched]:
+        """What `match` answers with; nothing where the hold ends while a long one is being told."""
+        answer = m.Matched(request.id, hold.length, created, [], [], [], [], self.store.catalogue.spaces.epoch)
+        if not request.extents:
+            return answer
+        words = self.store.words
+        for start in range(0, len(hold.slots), SLICE_KEYS):
+            if start:
+                yield None
+                if self.by_name.get(hold.name) is not hold:
+                    return m.Matched(request.id, 0, False)
+            for slot in hold.slots[start : start + SLICE_KEYS]:
+                base = slot * RECORD_WORDS
+                answer.ids.append(self.store.catalogue.id_of(slot))
+                answer.offsets.append(words[base + Field.OFFSET])
+                answer.sizes.append(words[base + Field.SIZE])
+                answer.words.append(words[base + Field.WORD_AND_SPACE] >> 32)
+        return answer
 
     def _hold(
         self, session: Session, request: m.Match, slots: list[list[int]], present: list[npt.NDArray[np.bool_]]

@@ -432,3 +432,34 @@ class ClientConformance(NodeConformance):
         assert len(client.adopt("request 1")) == 0
         assert client.match([Group(["absent"])], hold="request 2").hold is None
         assert client.stats().holds == 0
+
+    def test_a_hold_tells_where_its_objects_lie(self, client: moonpool.Client) -> None:
+        keys = [f"part {i}" for i in range(700)]
+        values = [bytes([i & 0xFF, i >> 8]) * 40 for i in range(700)]
+        assert client.put_many(keys, values).all_ok
+        window = Group(keys, "window", window=3)
+        found = client.match([Group(keys), window], hold="load 1", extents=True)
+        where = found.extents
+        assert where is not None and found.length == 700 and len(where.offsets) == 703
+        pool = client.link.attachment.pool.bytes
+        lying = [pool[o : o + s].tobytes() for o, s in zip(where.offsets, where.sizes, strict=True)]
+        assert lying == values + values[-3:], "in the order of the groups' needed keys"
+        assert client.match([Group(keys), window], hold="load 1", extents=True) == found, "asked again: the same"
+        assert client.still_good(where)
+        client.remove_many(keys, force=True)
+        assert not client.still_good(where), "removed meanwhile: what was read is a miss"
+        client.drop_hold("load 1")
+        assert client.stats().holds == 0
+
+    def test_a_hold_may_be_asked_for_without_waiting(self, client: moonpool.Client) -> None:
+        client.put_many(["a", "b"], [b"1", b"2"])
+        absent = client.begin_match([Group(["absent"])], "request 3")
+        assert isinstance(absent, moonpool.Match) and absent.length == 0, "shared memory has the answer"
+        pending = client.begin_match([Group(["a", "b"])], "request 3", extents=True)
+        assert not isinstance(pending, moonpool.Match)
+        assert pending.wait(10.0) and pending.result().length == 2
+        client.release_hold("request 3")
+        given_up = client.begin_match([Group(["a", "b"])], "request 4")
+        assert not isinstance(given_up, moonpool.Match)
+        given_up.cancel()
+        assert client.stats().holds == 0, "given up before the answer came: the hold is gone all the same"

@@ -236,15 +236,24 @@ class GroupKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Match(Message, frozen=True, tag=15):
-    """The largest n that satisfies every group, and a hold under `hold` on what that n needs. Idempotent."""
+    """The largest n that satisfies every group, and a hold under `hold` on what that n needs. Idempotent. With
+    `extents` the answer says where the held objects lie."""
 
     groups: list[GroupKeys]
     hold: str
+    extents: bool = False
 
 
 class Matched(Message, frozen=True, tag=72):
+    """With `extents`, one entry a held object, in the order of the groups' needed keys."""
+
     length: int
     created: bool
+    ids: list[int] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    words: list[int] = []
+    epoch: int = 0
 
 
 class Adopt(Message, frozen=True, tag=16):
