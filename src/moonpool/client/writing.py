@@ -39,7 +39,7 @@ LEAD_KEYS_MIN = 8
 class Reservation:
     """One extent that is the caller's to fill. `buffer` is None where `status` is not OK, and after commit or abort."""
 
-    __slots__ = ("_owner", "buffer", "detail", "key", "number", "status")
+    __slots__ = ("_owner", "buffer", "detail", "key", "number", "offset", "status")
 
     def __init__(
         self, owner: Reservations, key: bytes, status: Status, number: int, buffer: Array | None, detail: str
@@ -48,6 +48,8 @@ class Reservation:
         self.key, self.status, self.number = key, status, number
         self.buffer = buffer
         """A writable uint8 array over the pool: the caller's own until the context ends."""
+        self.offset = 0
+        """Where in the pool that is, in bytes: for I/O that isn't this process's own, such as DMA."""
         self.detail = detail
         """Why not, where `status` is not OK."""
 
@@ -81,7 +83,7 @@ class Reservations(Sequence[Reservation]):
         """Put the arrays over the extents; called once by `reserve_many`."""
         for item, offset, size in zip(self._items, self._offsets, sizes, strict=True):
             if item.number:
-                item.buffer = self._pool.array(offset, size)
+                item.buffer, item.offset = self._pool.array(offset, size), offset
         return self
 
     @overload
