@@ -22,6 +22,10 @@ class Link(Protocol):
     def attachment(self) -> Attachment:
         """What is mapped now. Raises `NodeUnavailable` while there is no node."""
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a node, as far as is known. Without I/O: it may be asked thousands of times a second."""
+
     def call(self, request: m.Message) -> m.Message:
         """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
 

@@ -94,6 +94,13 @@ class SocketLink:
             raise errors.NodeUnavailable("the node has stopped")
         return attachment
 
+    @property
+    def connected(self) -> bool:
+        attachment, channel = self._attachment, self._channel
+        if attachment is None or channel is None or self._closing:
+            return False
+        return attachment.live and channel.broken is None and not channel.sick and not attachment.table.closed
+
     def _current(self) -> Channel:
         """The live channel, connecting anew if need be. Raises `NodeUnavailable`, `Closed`."""
         channel = self._channel
