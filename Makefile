@@ -38,5 +38,5 @@ lock:
 	scripts/lock
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/moonpool/client/_streaming.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

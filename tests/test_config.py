@@ -130,7 +130,10 @@ def test_an_unknown_flag_is_refused_with_the_choice_where_nothing_is_near() -> N
 
 @pytest.mark.parametrize(
     "variable",
-    ["MOONPOOL_URL", "MOONPOOL_LOG", "MOONPOOL_SERVICE_HOST", "MOONPOOL_PORT_9400_TCP_ADDR", "MOONPOOL_PORT", "PATH"],
+    [
+        "MOONPOOL_URL", "MOONPOOL_COPY", "MOONPOOL_LOG",
+        "MOONPOOL_SERVICE_HOST", "MOONPOOL_PORT_9400_TCP_ADDR", "MOONPOOL_PORT", "PATH",
+    ],
 )
 def test_variables_of_clients_and_of_kubernetes_are_let_pass(variable: str) -> None:
     assert load({}, {variable: "tcp://10.0.0.1:9400"}) == load()

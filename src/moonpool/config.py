@@ -22,7 +22,7 @@ from moonpool.options import ENVIRONMENT_PREFIX, OPTIONS, Address, parse_folder,
 
 __all__ = ["NodeConfig", "PoolSize", "Setting", "check_fits", "default_pool_bytes", "default_slots", "load_config"]
 
-CLIENT_VARIABLES = frozenset(ENVIRONMENT_PREFIX + name for name in ("URL", "CONFIG", "LOG", "TEST"))
+CLIENT_VARIABLES = frozenset(ENVIRONMENT_PREFIX + name for name in ("URL", "CONFIG", "COPY", "LOG", "TEST"))
 """Variables that are ours but not the node's options."""
 # Kubernetes sets these in every container beside a Service that is called "moonpool".
 _SERVICE_VARIABLE = re.compile(r"MOONPOOL_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_\w+)?)")

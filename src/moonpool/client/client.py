@@ -34,10 +34,10 @@ class Client(Lookup, Writing, Administration):
     at its first call; views, reservations and holds that it inherited are not its own.
     """
 
-    def __init__(self, link: Link, *, url: str, name: str, read_only: bool, copy_threads: int | None) -> None:
+    def __init__(self, link: Link, *, url: str, name: str, read_only: bool, copier: Copier) -> None:
         self.link = link
         self.url, self.name, self.read_only = url, name, read_only
-        self.copier = Copier(copy_threads)
+        self.copier = copier
         self.commits = Commits(link)
         link.every_round(self.commits.collect)
         _clients.add(self)
@@ -118,8 +118,10 @@ def connect(
     `prefault` faults the pool into this process in the background. With `required=False` it returns also while there is
     no node: calls raise `NodeUnavailable` until one is there, which the client looks for by itself.
 
-    Raises `NodeUnavailable` where there is no node, `ConfigError` for a URL that is none.
+    Raises `NodeUnavailable` where there is no node, `ConfigError` for a URL that is none, or a `MOONPOOL_COPY` that
+    can't be had.
     """
+    copier = Copier(copy_threads)  # first, so that no session is left behind where it can't be
     named = url or os.environ.get("MOONPOOL_URL")
     url = named or f"unix:{default_folder()}"
     name = name or f"{Path(sys.argv[0]).name or 'python'}:{os.getpid()}"
@@ -147,4 +149,4 @@ def connect(
         )
     else:
         raise ConfigError(f"url {url!r} is none of unix:PATH, embedded: or embedded:SIZE")
-    return Client(link, url=url, name=name, read_only=read_only, copy_threads=copy_threads)
+    return Client(link, url=url, name=name, read_only=read_only, copier=copier)
