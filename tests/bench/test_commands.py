@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.client.streaming import choose
+
 MOONPOOL = [sys.executable, "-c", "from moonpool.cli import main; main()"]
 QUANTILES = {"p50", "p99", "p999", "max"}
 
@@ -38,6 +40,7 @@ def measured(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 def test_local_measures_everything_under_its_promised_names(tmp_path: Path) -> None:
     result, printed = measured(tmp_path, "local", "--threads", "2")
     assert result["threads"] == 2
+    assert result["copy"] == choose().copy.name
     for name in ("memcpy", "put", "get_into", "put_first", "get_first", "put_second", "get_second"):
         assert set(result[f"{name}_gbps"]) == {"1MB", "2MB"}
         assert all(rate > 0 for rate in result[f"{name}_gbps"].values())
@@ -54,7 +57,9 @@ def test_local_measures_everything_under_its_promised_names(tmp_path: Path) -> N
 def test_memcpy_goes_through_the_sizes(tmp_path: Path) -> None:
     result, _ = measured(tmp_path, "memcpy")
     for kind in ("heap_to_heap", "heap_to_pool", "pool_to_heap"):
-        assert list(result[f"{kind}_gbps"]) == ["4KB", "16KB", "64KB", "256KB", "1MB", "4MB", "16MB"]
+        sizes = ["4KB", "16KB", "64KB", "256KB", "1MB", "4MB", "16MB"]
+        assert list(result[f"{kind}_gbps"]) == sizes
+        assert list(result.get(f"{kind}_streaming_gbps", {})) == (sizes if result["copy"] == "native" else [])
 
 
 @pytest.mark.slow

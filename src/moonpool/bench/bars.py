@@ -124,8 +124,11 @@ def storm_rows(result: Result) -> Iterator[Row]:
 def memcpy_rows(result: Result) -> Iterator[Row]:
     """The lines of `bench memcpy`."""
     for kind in ("heap_to_heap", "heap_to_pool", "pool_to_heap"):
+        streaming = result.get(f"{kind}_streaming_gbps", {})
         for size, rate in result[f"{kind}_gbps"].items():
             yield Row(f"{kind.replace('_', ' ')}, {size}", rate, "GB/s")
+            if size in streaming:
+                yield Row(f"{kind.replace('_', ' ')}, streaming, {size}", streaming[size], "GB/s")
 
 
 def threads_rows(result: Result) -> Iterator[Row]:

@@ -61,6 +61,9 @@ def _memcpy(pyplot: Any, result: Result) -> Any:
     for colour, kind in zip(COLOURS, ("heap_to_heap", "heap_to_pool", "pool_to_heap"), strict=False):
         rates = result[f"{kind}_gbps"]
         axes.plot(list(rates), list(rates.values()), marker="o", color=colour, label=kind.replace("_", " "))
+        if streamed := result.get(f"{kind}_streaming_gbps"):
+            label = f"{kind.replace('_', ' ')}, streaming"
+            axes.plot(list(streamed), list(streamed.values()), marker="s", linestyle="--", color=colour, label=label)
     axes.set_ylabel("GB/s")
     axes.set_ylim(bottom=0)
     axes.tick_params(axis="x", rotation=45)

@@ -41,8 +41,8 @@ Quick = Annotated[
 def memcpy(json: JsonPath = None, plot: PlotPath = None, url: NodeUrl = None, quick: Quick = False) -> None:
     """Copy between heap and pool with one thread, from 4 KiB to 256 MB.
 
-    One numpy.copyto at a time, all kinds in turn, on touched memory that no cache still has. Takes 3 GB of memory
-    and a pool of 3 GiB.
+    One copy at a time, all kinds in turn, on touched memory that no cache still has: numpy.copyto, then the native
+    streaming copy where there is one. Takes 3 GB of memory and a pool of 3 GiB.
 
     Examples:
       moonpool bench memcpy

@@ -16,6 +16,7 @@ from moonpool.bench.figures import gbps, median_us, size_label, spread_us, tidy
 from moonpool.bench.keys import Keys
 from moonpool.bench.node import OwnNode, line_of, wait_until_settled, worker
 from moonpool.bench.slices import Ring, Traffic
+from moonpool.client.streaming import choose
 from moonpool.errors import MoonpoolError
 
 Result = dict[str, Any]
@@ -94,7 +95,7 @@ class Local:
     def __init__(self, scale: Scale, url: str | None, seed: int, progress: Progress) -> None:
         self.scale, self.url, self.progress = scale, url, progress
         self.random = Random(seed)
-        self.result: Result = {"threads": scale.plan.threads}
+        self.result: Result = {"threads": scale.plan.threads, "copy": choose().copy.name}
 
     def run(self) -> Result:
         """Measure it all; returns the flat result."""

@@ -1,7 +1,8 @@
-"""`moonpool bench memcpy`: what copies cost by size, between the heap and the pool."""
+"""`moonpool bench memcpy`: what copies cost by size, between the heap and the pool: numpy's, and the streaming one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from moonpool.bench.keys import Keys
 from moonpool.bench.local import Progress
 from moonpool.bench.node import wait_until_settled
 from moonpool.bench.slices import Bytes
+from moonpool.client.streaming import choose
 
 SIZES = tuple(4096 << 2 * step for step in range(9))  # 4 KiB to 256 MiB
 SAMPLES_MAX = 300
@@ -22,10 +24,16 @@ KINDS = ("heap_to_heap", "heap_to_pool", "pool_to_heap")
 
 def measure(url: str, arena_bytes: int, sizes: tuple[int, ...], progress: Progress) -> dict[str, Any]:
     """GB/s of one `numpy.copyto` by size: the median of copies on slices of arenas of `arena_bytes`, walked in turn.
+    The same of one native streaming copy, where that is what clients use; "copy" says which it is.
 
     The pool's two arenas are one extent that is being filled and one that is viewed, each of `arena_bytes`.
     """
-    result: dict[str, Any] = {f"{kind}_gbps": {} for kind in KINDS}
+    chosen = choose().copy
+    copies: dict[str, Callable[[Bytes, Bytes], None]] = {"": np.copyto}
+    if chosen.name == "native":
+        copies["_streaming"] = chosen
+    result: dict[str, Any] = {"copy": chosen.name}
+    result |= {f"{kind}{suffix}_gbps": {} for suffix in copies for kind in KINDS}
     source, target = np.full(arena_bytes, 1, np.uint8), np.full(arena_bytes, 2, np.uint8)
     written, read = Keys("bench-memcpy", 13).take(2)
     with moonpool.connect(url, name="bench memcpy", copy_threads=1) as client:
@@ -45,16 +53,22 @@ def measure(url: str, arena_bytes: int, sizes: tuple[int, ...], progress: Progre
             }
             with progress("copies by size", len(sizes)) as tell:
                 for size in sizes:
-                    for kind, samples in _copy_in_turn(pairs, size, arena_bytes).items():
-                        result[f"{kind}_gbps"][size_label(size)] = gbps(size, samples)
+                    for suffix, copy in copies.items():
+                        for kind, samples in _copy_in_turn(pairs, copy, size, arena_bytes).items():
+                            result[f"{kind}{suffix}_gbps"][size_label(size)] = gbps(size, samples)
                     tell(1)
             reservations[0].abort()
         client.remove(read)
     return result
 
 
-def _copy_in_turn(pairs: dict[str, tuple[Bytes, Bytes]], size_bytes: int, arena_bytes: int) -> dict[str, list[float]]:
-    """All kinds in turn, each at a third of the arena's distance from the others, over slices spread evenly."""
+def _copy_in_turn(
+    pairs: dict[str, tuple[Bytes, Bytes]], copy: Callable[[Bytes, Bytes], None], size_bytes: int, arena_bytes: int
+) -> dict[str, list[float]]:
+    """All kinds in turn, each at a third of the arena's distance from the others, over slices spread evenly.
+
+    One copy alone at a time: what it leaves in the caches to be written back, the copies after it pay for.
+    """
     count = arena_bytes // size_bytes
     samples: dict[str, list[float]] = {kind: [] for kind in pairs}
     steps = min(max(count, 2 * len(pairs)), SAMPLES_MAX)
@@ -63,6 +77,6 @@ def _copy_in_turn(pairs: dict[str, tuple[Bytes, Bytes]], size_bytes: int, arena_
         for number, (kind, (target, source)) in enumerate(pairs.items()):
             start = (step * stride + number * count // len(pairs)) % count * size_bytes
             begun = perf_counter()
-            np.copyto(target[start : start + size_bytes], source[start : start + size_bytes])
+            copy(target[start : start + size_bytes], source[start : start + size_bytes])
             samples[kind].append(perf_counter() - begun)
     return samples

@@ -83,6 +83,9 @@ class Choice:
     copy: Copy
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.copy.name}: {self.reason}"
+
 
 def choose(wanted: str | None = None, library: Path = LIBRARY) -> Choice:
     """Choose a copy as `wanted`: "native", "numpy", or "auto" for native where it can be had. None = `MOONPOOL_COPY`,
