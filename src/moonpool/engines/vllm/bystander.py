@@ -1,0 +1,58 @@
+"""A rank that takes no part: it only tells the engine, which waits for an answer, that nothing came of it."""
+
+from __future__ import annotations
+
+from moonpool.engines.vllm.metadata import StepMetadata, WorkerReport
+from moonpool.engines.vllm.pool import Pool
+
+
+class Bystander:
+    """In a worker's place where there can't be one, or after it has failed: every load has failed, every save's blocks
+    are free. Its methods are a worker's."""
+
+    def __init__(self, why: str, pool: Pool | None = None) -> None:
+        self.why = why
+        self.pool = pool
+        self._ended: set[str] = set()
+        self._finishing: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._report = WorkerReport()
+
+    def take_over(self, loading: dict[str, set[int]], saves: set[int], finishing: set[str]) -> None:
+        """Answer for what a failed worker had under way: loads with their blocks, saves by number. All I/O of its has
+        stopped."""
+        self._ended |= set(loading)
+        self._finishing |= finishing
+        for request_id, blocks in loading.items():
+            self._failed_blocks |= blocks
+            self._report.failed[request_id] = self.why
+        for number in saves:
+            self._report.read[number] = self._report.read.get(number, 0) + 1
+
+    def before_forward(self, metadata: StepMetadata) -> None:
+        self._finishing |= metadata.finishing
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        self.take_over({load.request_id: load.blocks for load in metadata.loads}, set(), set())
+
+    def start_saves(self, metadata: StepMetadata) -> None:
+        self.take_over({}, {save.number for save in metadata.saves}, set())
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        sent, received = self._finishing, self._ended
+        self._finishing, self._ended = set(), set()
+        return sent, received
+
+    def failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def report(self) -> WorkerReport | None:
+        if not self._report:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()

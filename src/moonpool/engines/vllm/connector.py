@@ -1,0 +1,160 @@
+"""The class that vLLM loads: its calls, handed to the scheduler's side or to a worker's.
+
+Used as `--kv-transfer-config '{"kv_connector": "MoonpoolConnector", "kv_connector_module_path": "moonpool.engines.vllm",
+"kv_role": "kv_both"}'`. Each call is guarded: whatever goes wrong here, the engine computes as if nothing were stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from moonpool.engines.vllm import compat, setup
+from moonpool.engines.vllm.bystander import Bystander
+from moonpool.engines.vllm.guard import guarded
+from moonpool.engines.vllm.metadata import StepMetadata
+from moonpool.engines.vllm.scheduler import Scheduler
+from moonpool.engines.vllm.worker import Worker
+
+log = logging.getLogger("moonpool.vllm")
+
+
+class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's KV cache in the host's pool. See docs/engines/vllm.md."""
+
+    _cache_hit_source = compat.HOST_HIT
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | Bystander | None = None
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = setup.scheduler(vllm_config, kv_cache_config)
+            else:
+                self._worker = Bystander("no KV cache has been registered")
+        except Exception as error:  # the engine serves all the same
+            _say_off(error)
+
+    def faulty(self, error: Exception) -> None:
+        """Something of ours raised: after several in a row the pool is left alone."""
+        side = self._scheduler or self._worker
+        if side is not None and side.pool is not None:
+            side.pool.failed(error)
+
+    # ---- scheduler -----------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what isn't stored is computed another time."""
+        return False
+
+    @guarded(lambda self: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @guarded(lambda self: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(lambda self: self._scheduler.bare_step())
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        if self._scheduler is None:
+            return StepMetadata()
+        return self._scheduler.step(scheduler_output)
+
+    @guarded(lambda self: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.reported(
+                connector_output.finished_recving or (), connector_output.kv_connector_worker_meta
+            )
+
+    @guarded(lambda self: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return (self._scheduler is not None and self._scheduler.finished(request)), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
+        return finished
+
+    @guarded(lambda self: ())
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    @guarded(lambda self: False)
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    # ---- worker --------------------------------------------------------------------------------------------------
+
+    @guarded(lambda self: None)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self.role == KVConnectorRole.WORKER:
+            try:
+                self._worker = setup.worker(self._vllm_config, self._kv_cache_config, kv_caches)
+            except Exception as error:
+                _say_off(error)
+                self._worker = Bystander(str(error))
+
+    @guarded(lambda self: None)
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        if self._worker is not None:
+            self._worker.before_forward(kv_connector_metadata)
+
+    @guarded(lambda self: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # loads are waited for by the request, not by a layer
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # stores begin when the step's forward has been submitted
+
+    @guarded(lambda self: None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_saves(self._get_connector_metadata())
+
+    @guarded(lambda self: self._give_up())
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        sent, received = self._worker.finished()
+        return sent or None, received or None
+
+    def _give_up(self) -> tuple[set[str] | None, set[str] | None]:
+        """The worker can't say what has finished: stop it, and have somebody say that all has failed."""
+        if isinstance(self._worker, Worker):
+            self._worker = self._worker.give_up()
+        assert self._worker is not None
+        return self._worker.finished()
+
+    @guarded(lambda self: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    @guarded(lambda self: None)
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.report() if self._worker is not None else None
+
+    @guarded(lambda self: None)
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _say_off(error: Exception) -> None:
+    log.error("moonpool is off, the engine goes on without it: %s", str(error) or type(error).__name__)

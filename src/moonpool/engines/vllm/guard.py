@@ -1,0 +1,45 @@
+"""No exception of ours reaches the engine: a step of it is worth more than any hit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+log = logging.getLogger("moonpool.vllm")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+LOGGED_MAX = 10
+"""Tracebacks that one process logs; a fault that comes every step would fill the disk."""
+
+_logged = 0
+
+
+def guarded(otherwise: Callable[[Any], Any]) -> Callable[[Method], Method]:
+    """Have a method answer `otherwise(self)` where it raises. The fault is logged and told to `self.faulty`."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                _note(method.__name__, error)
+                try:
+                    self.faulty(error)
+                    return otherwise(self)
+                except Exception as second:
+                    _note(method.__name__, second)
+                    return None
+
+        return call  # type: ignore[return-value]
+
+    return wrap
+
+
+def _note(name: str, error: Exception) -> None:
+    global _logged
+    _logged += 1
+    if _logged <= LOGGED_MAX:
+        log.error("moonpool failed in %s; the engine goes on without this: %s", name, error, exc_info=error)

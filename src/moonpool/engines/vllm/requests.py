@@ -1,0 +1,49 @@
+"""What the scheduler side knows of one request, from its first lookup until nothing of it is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool import Match
+from moonpool.client.lookup import PendingMatch
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One request. Owned by the scheduler's thread.
+
+    The hold ends exactly once, through `Scheduler._let_go`: when its load has ended, when the request is gone, or when
+    nothing is to be loaded after all.
+    """
+
+    request: Any
+    adapter: str = ""
+    """Key space of its LoRA adapter as JSON, "" for the base model."""
+    eligible: bool = True
+    """False where what conditions its KV can't be told by content: it is neither stored nor loaded."""
+    pending: PendingMatch | None = None
+    asked_at: float = 0.0
+    hold: str = ""
+    match: Match | None = None
+    computed: int = 0
+    """Tokens that the GPU had when the match was last used."""
+    asked: bool = False
+    """It has been counted as looked up."""
+    loading: bool = False
+    load_tokens: int = 0
+    load_began: float = 0.0
+    load_failed: bool = False
+    """Its load went wrong once: it is computed, and not looked up again."""
+    shadowed: bool = False
+    finished: bool = False
+    blocks: list[list[int]] = field(default_factory=list)
+    """Per KV group, as far as told by the scheduler's output."""
+    saved: int = 0
+    """Objects from the first on that are stored, or on their way."""
+    unread: set[int] = field(default_factory=set)
+    """Saves whose blocks some rank may still be reading."""
+
+    @property
+    def id(self) -> str:
+        return str(self.request.request_id)

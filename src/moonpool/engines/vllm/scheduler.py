@@ -1,0 +1,358 @@
+"""The scheduler's side: what is in the pool for a request, what is held for it, what its steps leave to be stored.
+
+Runs in the engine's scheduling thread, so nothing here waits but for a lookup's answer, and that for 2 ms at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from moonpool import Group, Match
+from moonpool.client.lookup import PendingMatch
+from moonpool.engines.vllm import compat
+from moonpool.engines.vllm.admission import Admission
+from moonpool.engines.vllm.metadata import Extent, Load, Part, Piece, Save, StepMetadata, WorkerReport
+from moonpool.engines.vllm.plan import Plan
+from moonpool.engines.vllm.pool import Pool
+from moonpool.engines.vllm.requests import Tracked
+from moonpool.engines.vllm.settings import Settings
+from moonpool.engines.vllm.spaces import Spaces
+from moonpool.engines.vllm.stats import Tally
+from moonpool.errors import MoonpoolError
+from moonpool.matching import needed
+
+log = logging.getLogger("moonpool.vllm")
+
+LOOKUP_PATIENCE_S = 0.1
+"""A lookup that the node hasn't answered by then is a miss: prefill beats waiting on a node that is that busy."""
+
+
+class Scheduler:
+    """Decides; the workers move the bytes. Single-threaded."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Plan,
+        spaces: Spaces,
+        pool: Pool,
+        object_bytes: int,
+        *,
+        loads: bool,
+        saves: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.plan, self.spaces, self.pool = settings, plan, spaces, pool
+        self.tally = Tally()
+        self.admission = Admission(settings, object_bytes, plan.tokens_per_object, self.tally)
+        self._loads_wanted, self._saves_wanted = loads, saves
+        self._clock = clock
+        self._engine = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count(1)
+        self._tracked: dict[str, Tracked] = {}
+        self._ending: dict[str, Tracked] = {}
+        """Gone for the engine, but a worker may still be loading into its blocks."""
+        self._saves: dict[int, tuple[Tracked, int]] = {}
+        """Per save that some rank hasn't read yet: whose it is, and how many ranks are missing."""
+        self._loads_due: list[Load] = []
+        self._finishing: set[str] = set()
+        self._told_space = ""
+
+    # ---- looking up ----------------------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed` the pool has, and that they are loaded asynchronously; (None, False): not
+        known yet, ask again. Idempotent: a waiting request is asked for every step."""
+        tracked = self._track(request)
+        tracked.computed = computed
+        if not self._loads_wanted or not tracked.eligible or tracked.loading or tracked.load_failed:
+            return 0, False
+        if tracked.match is None:
+            if not self.pool.usable():
+                return 0, False
+            groups = self._groups(tracked)
+            if groups is None or not self._worth_asking(tracked, groups, computed):
+                return 0, False
+            found = self._ask(tracked, groups)
+            if found is None:
+                return None, False
+            tracked.match = found
+        length = min(tracked.match.length, request.num_tokens)
+        tokens = length - computed
+        if tokens < max(1, self.settings.load_min_tokens) or not self.admission.admits(tokens):
+            self._let_go(tracked)
+            return 0, False
+        return tokens, True
+
+    def _groups(self, tracked: Tracked) -> list[Group] | None:
+        """What the request's prefix needs in the pool, over all KV groups and shards. None where that is nothing."""
+        digests = self._digests(tracked)
+        if not digests:
+            return None
+        return [
+            Group([prefix + digest for digest in digests], group.rule, group.window_objects, self.plan.tokens_per_object)
+            for group in self.plan.groups
+            for prefix in self.spaces.prefixes(tracked.adapter, group.index)
+        ]
+
+    def _digests(self, tracked: Tracked) -> list[bytes]:
+        """The digest of each whole object of the request's tokens, as far as the engine has hashed them."""
+        every = self.plan.hashes_per_object
+        hashes = tracked.request.block_hashes
+        return [bytes(hashes[end - 1]) for end in range(every, len(hashes) + 1, every)]
+
+    def _worth_asking(self, tracked: Tracked, groups: list[Group], computed: int) -> bool:
+        """A first look at shared memory alone: most requests find nothing, or what the GPU has already."""
+        if len(groups[0].keys) * self.plan.tokens_per_object - computed < self.settings.load_min_tokens:
+            return False
+        if tracked.pending is not None:
+            return True
+        try:
+            found = self.pool.client.match(groups).length
+        except MoonpoolError as error:
+            self.pool.failed(error)
+            return False
+        if not tracked.asked:
+            tracked.asked = True
+            self.tally.asked(len(groups[0].keys) * self.plan.tokens_per_object, found)
+            self.admission.asked_for(self._digests(tracked))
+        return found - computed >= max(1, self.settings.load_min_tokens)
+
+    def _ask(self, tracked: Tracked, groups: list[Group]) -> Match | None:
+        """The match, with its hold; None while the node hasn't answered, a miss where it takes too long."""
+        try:
+            if tracked.pending is None:
+                tracked.hold = f"vllm {self._engine} {next(self._numbers)} {tracked.id}"[:256]
+                tracked.asked_at = self._clock()
+                begun = self.pool.client.begin_match(groups, tracked.hold, extents=True)
+                if isinstance(begun, Match):
+                    return begun
+                tracked.pending = begun
+            pending: PendingMatch = tracked.pending
+            if pending.wait(self.settings.lookup_timeout_s):
+                tracked.pending = None
+                found = pending.result()
+                self.pool.succeeded()
+                return found
+            if self._clock() - tracked.asked_at < LOOKUP_PATIENCE_S:
+                return None
+            tracked.pending = None
+            pending.cancel()
+            self.tally.skipped("lookup too slow")
+        except MoonpoolError as error:
+            tracked.pending = None
+            self.pool.failed(error)
+        return Match(0)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine has given the request blocks, for `tokens` tokens from the pool; 0: for none."""
+        tracked = self._track(request)
+        if tracked.loading:
+            return
+        match = tracked.match
+        if tokens <= 0 or match is None or match.extents is None:
+            self._let_go(tracked)
+            return
+        until = tracked.computed + tokens
+        load = Load(
+            tracked.id,
+            match.extents.pool_id,
+            match.extents.epoch,
+            tuple(self._parts(tracked, match, block_ids, until)),
+            tokens,
+        )
+        tracked.loading = True
+        tracked.saved = until // self.plan.tokens_per_object
+        self._loads_due.append(load)
+        tracked.load_tokens, tracked.load_began = tokens, self._clock()
+        self.admission.load_began(tokens)
+
+    def _parts(
+        self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int
+    ) -> Iterator[Part]:
+        """Each object that is to be loaded: where it lies for each rank, and the blocks that it fills."""
+        where = match.extents
+        assert where is not None
+        size, at = self.plan.tokens_per_object, 0
+        for group in self.plan.groups:
+            wanted = needed(group.rule, group.window_objects, size, match.length)
+            shards = self.spaces.shard_of_rank(group.index)
+            for place in wanted:
+                if place * size >= until or (place + 1) * size <= tracked.computed:
+                    continue
+                blocks = group.blocks_of(block_ids[group.index], place, tracked.computed, until)
+                if all(block < 0 for block in blocks):
+                    continue
+                entries = [at + shard * len(wanted) + place - wanted.start for shard in shards]
+                yield Part(
+                    group.index,
+                    blocks,
+                    tuple(Extent(where.offsets[e], where.sizes[e], where.ids[e], where.words[e]) for e in entries),
+                )
+            at += len(wanted) * (max(shards) + 1)
+
+    # ---- storing -------------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepMetadata:
+        """What this step's workers are to do."""
+        tables = compat.BlockTables(output)
+        for request_id in tables.changed():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.blocks = tables.updated(request_id, tracked.blocks)
+        metadata = self.bare_step()
+        metadata.preempted = frozenset(output.preempted_req_ids or ())
+        for request_id in metadata.preempted:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.saved = 0
+                self._let_go(tracked)
+        if self._saves_wanted and output.total_num_scheduled_tokens and self.pool.usable():
+            metadata.saves = list(self._due_saves(output, tables))
+        if self.spaces.told != self._told_space:
+            self._told_space = metadata.space = self.spaces.told
+        self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
+        return metadata
+
+    def bare_step(self) -> StepMetadata:
+        """A step with nothing but what the engine waits for: loads into blocks that it has set aside, and word of
+        blocks that it can't free before."""
+        metadata = StepMetadata(self._loads_due, finishing=frozenset(self._finishing))
+        self._loads_due, self._finishing = [], set()
+        return metadata
+
+    def _due_saves(self, output: Any, tables: compat.BlockTables) -> Iterator[Save]:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.eligible:
+                continue
+            last = self._storable(tracked, tables.computed(request_id) + scheduled)
+            if last > tracked.saved:
+                pieces = self._pieces(tracked, tracked.saved, last)
+                tracked.saved = last
+                if pieces:
+                    number = next(self._numbers)
+                    tracked.unread.add(number)
+                    self._saves[number] = tracked, self.plan.ranks
+                    self.tally.stored(len(pieces) * self.plan.tokens_per_object)
+                    yield Save(number, request_id, tracked.adapter, tuple(pieces))
+
+    def _storable(self, tracked: Tracked, computed: int) -> int:
+        """How many of the request's objects are whole once this step's forward has run."""
+        request = tracked.request
+        tokens = min(computed, request.num_prompt_tokens if self.settings.save != "all" else request.num_tokens)
+        hashed = len(request.block_hashes) // self.plan.hashes_per_object
+        return min(tokens // self.plan.tokens_per_object, hashed)
+
+    def _pieces(self, tracked: Tracked, first: int, last: int) -> list[Piece]:
+        """What the pool lacks of objects `first` to `last`."""
+        digests = self._digests(tracked)
+        due = self.admission.worth_storing(digests, range(first, last))
+        if not due:
+            return []
+        prefixes = [p for group in self.plan.groups for p in self.spaces.prefixes(tracked.adapter, group.index)]
+        try:
+            there = self.pool.client.exists_many([prefix + digests[i] for i in due for prefix in prefixes])
+        except MoonpoolError as error:
+            self.pool.failed(error)
+            return []
+        pieces = []
+        for n, i in enumerate(due):
+            if all(there[n * len(prefixes) : (n + 1) * len(prefixes)]):
+                continue
+            blocks = tuple(group.whole_blocks_of(tracked.blocks[group.index], i) for group in self.plan.groups)
+            if any(part is not None for part in blocks):
+                pieces.append(Piece(digests[i], blocks, self.spaces.note(tracked, digests, i)))
+        return pieces
+
+    # ---- what workers report -------------------------------------------------------------------------------------
+
+    def reported(self, finished_loads: Sequence[str], report: WorkerReport | None) -> None:
+        """Take in what the workers have done."""
+        failed = report.failed if report is not None else {}
+        for request_id in finished_loads:
+            tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
+            if tracked is None or not tracked.loading:
+                continue
+            tracked.loading = False
+            why = failed.get(request_id)
+            self.admission.load_ended(tracked.load_tokens)
+            if why is None:
+                took_s, prefill_s = self._clock() - tracked.load_began, self.admission.prefill_s(tracked.load_tokens)
+                self.tally.loaded(tracked.load_tokens, took_s, prefill_s)
+                self.pool.succeeded()
+            else:
+                self.tally.failed(tracked.load_tokens, why)
+                tracked.load_failed, tracked.saved = True, 0
+                self.pool.failed(why)
+            self._let_go(tracked)
+        if report is None:
+            return
+        self.admission.loaded(report.loaded_bytes, report.load_s)
+        for error in report.errors:
+            self.pool.failed(error)
+        for number, ranks in report.read.items():
+            tracked, missing = self._saves.pop(number, (None, 0))
+            if tracked is None:
+                continue
+            if missing > ranks:
+                self._saves[number] = tracked, missing - ranks
+            else:
+                tracked.unread.discard(number)
+
+    def finished(self, request: Any) -> bool:
+        """The request is gone for the engine. True: its blocks are still being read, workers will say when not."""
+        tracked = self._tracked.pop(str(request.request_id), None)
+        if tracked is None:
+            return False
+        tracked.finished = True
+        if tracked.loading:
+            self._ending[tracked.id] = tracked  # the workers load it all the same: its blocks wait for that
+        else:
+            self._let_go(tracked)
+        if tracked.unread:
+            self._finishing.add(tracked.id)
+            return True
+        return False
+
+    def reset(self) -> bool:
+        """The engine's cache no longer holds what its keys say (new weights): from now on this engine has keys of its
+        own. Nobody else's objects are touched."""
+        self.spaces.new_epoch()
+        for tracked in self._tracked.values():
+            tracked.saved = 0
+            if not tracked.loading:
+                self._let_go(tracked)
+        return True
+
+    def close(self) -> None:
+        """End everything that is held."""
+        for tracked in [*self._tracked.values(), *self._ending.values()]:
+            self._let_go(tracked)
+        self._tracked.clear()
+        self._ending.clear()
+        self.pool.close()
+
+    # ---- within --------------------------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            adapter = self.spaces.adapter_of(request)
+            tracked = Tracked(request, adapter=adapter or "", eligible=adapter is not None)
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _let_go(self, tracked: Tracked) -> None:
+        """End the request's hold, if there is one."""
+        if tracked.pending is not None:
+            tracked.pending.cancel()
+            tracked.pending = None
+        elif tracked.match is not None and tracked.match.hold is not None:
+            self.pool.client.drop_hold(tracked.match.hold)
+        tracked.match = None
