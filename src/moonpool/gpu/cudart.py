@@ -145,7 +145,7 @@ class Runtime:
         """Raises `CudaError`, having cleared the thread's last error: it is ours, and not to be found by torch."""
         if code:
             self._last_error()
-            raise CudaError(call, code, self._text(code).decode())
+            raise CudaError(call, code, str(self._text(code).decode()))
 
 
 def _declare(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
@@ -167,5 +167,5 @@ def find_library() -> str:
             ctypes.CDLL(name)
         except OSError:
             continue
-        return name
+        return str(name)
     raise MoonpoolError("libcudart isn't found: install a torch that is built for CUDA")
