@@ -1,6 +1,6 @@
 """All that differs between vLLM's versions, and all that is asked of its private parts. Nothing else imports these.
 
-vLLM is imported within the functions, so that what needs no vLLM can be had without.
+vLLM is imported within the functions, so that this module can be had, and tested, without.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from enum import StrEnum
 from typing import Any
 
 from moonpool.errors import MoonpoolError
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_HIT: Any = CacheHitSource.HOST
+    """What a hit in the pool is to vLLM's metrics, where it tells them apart (not yet in 0.26)."""
+except ImportError:
+    HOST_HIT = None
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -68,7 +76,7 @@ def fix_hash_root(environ: MutableMapping[str, str] = os.environ) -> None:
     """See to it that every engine's chains of block hashes begin alike. Call it in the scheduler's process, when the
     connector is made: vLLM draws the root after that.
 
-    Before 0.3x the root is random unless PYTHONHASHSEED is set, so it is set here, for this process and those that it
+    In 0.26 the root is random unless PYTHONHASHSEED is set, so it is set here, for this process and those that it
     starts from now on. Newer versions have a fixed root, and nothing is done.
     """
     import vllm.v1.core.kv_cache_utils as hashing
