@@ -22,8 +22,8 @@ from moonpool.engines.vllm.compat import KvGroup, Parallel, Unsupported
 from moonpool.engines.vllm.layout import LAYOUT, LAYOUT_VERSION, Geometry
 from moonpool.keys import KeySpace, fingerprint_weights, heads_of_rank
 
-_IRRELEVANT = ("transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions", "dtype")
-"""Of a model's configuration: doesn't reach the KV cache, or is said elsewhere."""
+_IRRELEVANT = ("transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions")
+"""Of a model's configuration: doesn't reach the KV cache."""
 _FROM_FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor")
 """Load formats that read a model's folder, so that a fingerprint of the folder is one of the weights."""
 _NO_DRAFT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
@@ -43,7 +43,7 @@ class RankReport:
     rank: tuple[int, int]
     """Pipeline rank, tensor rank."""
     space: bytes
-    """Digest of the key space that it has computed."""
+    """What it has computed of the engine's key space, see `common_digest`."""
     texts: tuple[str, ...]
     """Per KV group what its objects' bytes are."""
     object_bytes: tuple[int, ...]
@@ -63,16 +63,18 @@ def engine_space(vllm_config: Any, tokens_per_object: int, *, tenant: str = "", 
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = _plain(model.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype)
-    method, draft, draft_text = _speculative(vllm_config)
+    method, draft = _speculative(vllm_config)
+    release = compat.release(compat.version())
     extra: dict[str, Any] = {
-        "vllm": ".".join(map(str, compat.release(compat.version()) or ())) or compat.version(),
-        "config": config_digest(model.hf_config),
+        "vllm": ".".join(map(str, release)) if release else compat.version(),
         "dtype": _plain(model.dtype),
     }
+    if options := _options(model):
+        extra["options"] = options
     if skipped := getattr(cache, "kv_cache_dtype_skip_layers", None):
         extra["unquantised_layers"] = sorted(map(str, skipped))
-    if draft_text:
-        extra["speculative"] = draft_text
+    if method:
+        extra["speculative_tokens"] = int(vllm_config.speculative_config.num_speculative_tokens)
     if getattr(model, "multimodal_config", None) is not None:
         extra["processor"] = _processor_digest(vllm_config)
     if epoch:
@@ -145,7 +147,7 @@ def model_name(vllm_config: Any) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """Return the SHA-256, in hexadecimal digits, of a model's configuration as the engine runs it, overrides included."""
+    """Return the SHA-256, in hexadecimal digits, of a model's configuration as it is in this process."""
     try:
         fields = json.loads(config.to_json_string(use_diff=False))
     except (AttributeError, TypeError, ValueError):
@@ -154,9 +156,27 @@ def config_digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
+def _options(model: Any) -> dict[str, Any]:
+    """What the user has changed of what the model's files say, and what else vLLM has that decides the KV."""
+    options: dict[str, Any] = {}
+    overrides = getattr(model, "hf_overrides", None)
+    if callable(overrides):
+        options["config"] = config_digest(model.hf_config)
+    elif overrides:
+        options["config"] = json.dumps(overrides, sort_keys=True, default=_plain)
+    if getattr(model, "disable_sliding_window", False):
+        options["disable_sliding_window"] = True
+    if (kind := _plain(getattr(model, "model_impl", "auto"))) not in ("auto", "vllm"):
+        options["model_impl"] = kind
+    # Some models turn their positions or temperatures by how long a prompt may become.
+    if re.search(r"longrope|'su'|llama4", str(getattr(model.hf_config, "to_dict", dict)()), re.IGNORECASE):
+        options["max_model_len"] = int(model.max_model_len)
+    return options
+
+
 def _dummy_weights(vllm_config: Any, model: Any) -> str:
     """Dummy weights are drawn with a fixed seed, tensor by tensor, so they depend on each tensor's size and type (the
-    configuration, quantisation, tensor parallelism) and on the generator of the device."""
+    configuration, quantisation, tensor parallelism) and on the device's generator."""
     from vllm.platforms import current_platform
 
     device = str(vllm_config.device_config.device_type)
@@ -165,14 +185,28 @@ def _dummy_weights(vllm_config: Any, model: Any) -> str:
     except Exception:  # a platform that has no name for its devices
         pass
     members = {
-        "config": config_digest(model.hf_config),
+        "config": _config_file_digest(model),
+        "architectures": list(getattr(model.hf_config, "architectures", None) or ()),
         "dtype": _plain(model.dtype),
         "quantization": str(model.quantization or ""),
         "tensor_parallel": int(vllm_config.parallel_config.tensor_parallel_size),
         "device": device,
-        "vllm": compat.version(),
     }
     return _hashed("dummy", json.dumps(members, sort_keys=True))
+
+
+def _config_file_digest(model: Any) -> str:
+    """Of the file, where there is one: models change the configuration that they are given as they are loaded."""
+    try:
+        folder = model_folder(model)
+    except Unidentified:
+        return config_digest(model.hf_config)
+    files = [folder / name for name in ("config.json", "params.json") if (folder / name).is_file()]
+    return (
+        hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        if files
+        else config_digest(model.hf_config)
+    )
 
 
 def _consolidated_weights(folder: Path) -> str:
@@ -184,16 +218,15 @@ def _consolidated_weights(folder: Path) -> str:
         return fingerprint_weights(alone)
 
 
-def _speculative(vllm_config: Any) -> tuple[str, str, str]:
-    """The method whose KV lies in the objects too, its weights' fingerprint, and what else decides that KV."""
+def _speculative(vllm_config: Any) -> tuple[str, str]:
+    """The method whose KV lies in the objects too, and its weights' fingerprint; both "" where there is none."""
     config = vllm_config.speculative_config
     if config is None or config.method in _NO_DRAFT_KV:
-        return "", "", ""
+        return "", ""
     draft = getattr(config, "draft_model_config", None)
     if draft is None:
         raise Unidentified(f"speculative method {config.method!r} has no model to be told apart by")
-    text = f"{config.num_speculative_tokens} tokens, {config_digest(draft.hf_config)}"
-    return str(config.method), weights(vllm_config, draft), text
+    return str(config.method), weights(vllm_config, draft)
 
 
 def _processor_digest(vllm_config: Any) -> str:
@@ -285,7 +318,7 @@ def rank_report(rank: tuple[int, int], space: KeySpace, geometry: Geometry) -> R
     groups = geometry.groups
     return RankReport(
         rank,
-        space.digest,
+        common_digest(space),
         tuple(group.text for group in groups),
         tuple(group.region.object_bytes for group in groups),
         tuple(group.kv_heads for group in groups),
@@ -293,16 +326,24 @@ def rank_report(rank: tuple[int, int], space: KeySpace, geometry: Geometry) -> R
     )
 
 
+def common_digest(space: KeySpace) -> bytes:
+    """Return the digest of what every process of an engine finds alike in its key space: not so what loading a model
+    may change, nor the epoch, which the scheduler alone knows."""
+    extra = {name: value for name, value in space.extra.items() if name not in ("options", "epoch")}
+    return dataclasses.replace(space, extra=extra).digest
+
+
 def disagreement(
     space: KeySpace, groups: tuple[KvGroup, ...], parallel: Parallel, reports: Mapping[tuple[int, int], RankReport]
 ) -> str | None:
     """Why an engine can't serve from the pool with these workers, in one line; None where it can."""
+    common = common_digest(space)
     for rank in parallel.ranks:
         name = f"worker {rank[1]} of pipeline stage {rank[0]}"
         report = reports.get(rank)
         if report is None:
             return f"{name} hasn't said how its KV cache lies"
-        if report.space != space.digest:
+        if report.space != common:
             return f"{name} runs another model than the scheduler: its files, or its vLLM, are others"
         if len(report.texts) != len(groups):
             return f"{name} has {len(report.texts)} KV groups, the scheduler {len(groups)}"
