@@ -17,6 +17,8 @@ DIRECT_PIECE_BYTES_MIN = 1 << 20
 COPIES_PER_STEP_MAX = 16
 """A step's copies. With the steps in flight it bounds what is queued in the driver, whose queue takes about 1,000
 operations before a call blocks."""
+OBJECTS_PER_STEP_MAX = 256
+"""Bounds the table of block ids that goes with a step; objects of 128 KiB still fill a slot of 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,14 @@ class Planner:
         self.regions, self.slot_bytes, self.exact = tuple(regions), slot_bytes, exact
         self.parts = tuple(() if is_direct(region) else parts(region, slot_bytes) for region in regions)
 
+    @property
+    def ids_max(self) -> int:
+        """The most block ids that a staged step has."""
+        every = (part for cut in self.parts for part in cut)
+        return max(
+            (part.blocks * min(OBJECTS_PER_STEP_MAX, self.slot_bytes // part.length) for part in every), default=0
+        )
+
     def steps(self, transfers: Sequence[Transfer]) -> list[Step]:
         """The steps of a batch, region by region; transfers that skip all blocks are in none."""
         by_region: dict[int, list[Transfer]] = {}
@@ -169,8 +179,8 @@ class Planner:
         at = 0
         for transfer in transfers:
             more = list(self._ranges(region, part, transfer))
-            full = at + part.length > self.slot_bytes or len(copies) + len(more) > COPIES_PER_STEP_MAX
-            if full and taken:
+            full = len(taken) == OBJECTS_PER_STEP_MAX or at + part.length > self.slot_bytes
+            if taken and (full or len(copies) + len(more) > COPIES_PER_STEP_MAX):
                 yield Step(region, tuple(copies), part, tuple(taken))
                 copies, taken, at = [], [], 0
             for start, length in more:
