@@ -320,3 +320,89 @@ def test_any_order_of_dimensions_is_whole_or_refused(order: tuple[int, ...]) -> 
     for name, tensor in target.items():
         assert torch.equal(tensor[[1, 4]].view(torch.int16), source[name][[1, 4]].view(torch.int16))
         assert not tensor[[0, 2, 3, 5, 6]].any()
+
+
+# ---- vLLM's own tensors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel_tokens"),
+    [(name, 32) for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")] + [("LBHNC", 16), ("LBNHC", 16)],
+)
+def test_vllm_allocates_what_is_expected(name: str, kernel_tokens: int) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        compute_layout_strides,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    from moonpool.engines.vllm.compat import kv_groups
+
+    layout = KVCacheLayout[name]
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+    strides = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+    tensor = KVCacheTensor(LAYERS * BLOCKS * spec.page_size_bytes, layers, strides[0], strides[1])
+    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(layers, spec)])
+    groups = kv_groups(config)
+
+    def allocated() -> Caches:
+        caches: Caches = allocate_kv_cache(config, torch.device("cpu"), layout, [kernel_tokens])
+        return caches
+
+    source, target = allocated(), allocated()
+    fill(source, 5)
+    regions = [geometry(groups, caches, BLOCKS, 64, lambda layer: "CPU_ATTN").regions[0] for caches in (source, target)]
+    assert regions[0].object_bytes == object_bytes(groups[0], 64) == 2 * LAYERS * spec.page_size_bytes
+    put_bytes(regions[1], (4, 1), bytes_of(regions[0], (2, 6)))
+    for layer in layers:
+        assert torch.equal(block_of(target[layer], 4).view(torch.int16), block_of(source[layer], 2).view(torch.int16))
+        assert torch.equal(block_of(target[layer], 1).view(torch.int16), block_of(source[layer], 6).view(torch.int16))
+        assert not block_of(target[layer], 3).any()
+
+
+def test_vllms_groups_of_several_kinds_lie_over_each_other() -> None:
+    """A hybrid model's groups share one storage: block 3 is one group's or the other's."""
+    pytest.importorskip("vllm")
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    from moonpool.engines.vllm.compat import kv_groups
+
+    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=100)
+    page = full.page_size_bytes
+    state = MambaSpec(
+        block_size=32,
+        shapes=((3, 128), (2, 16, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=page,
+        mamba_cache_mode="align",
+    )
+    names = [["a.0", "a.2"], ["b.1", "b.3"], ["c.4", "c.5"]]
+    config = KVCacheConfig(
+        BLOCKS,
+        [KVCacheTensor(2 * BLOCKS * page, layers, BLOCKS * page, page) for layers in names],
+        [KVCacheGroupSpec(layers, spec) for layers, spec in zip(names, (full, window, state), strict=True)],
+    )
+    groups = kv_groups(config)
+    assert [(g.kind, g.window_tokens) for g in groups] == [(Kind.FULL, 0), (Kind.WINDOW, 100), (Kind.STATE, 0)]
+    caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC, [32, 32, 32])
+    regions = geometry(groups, caches, BLOCKS, 64, lambda layer: "").regions
+    assert [r.object_bytes for r in regions] == [object_bytes(g, 64) for g in groups]
+    assert [r.blocks_per_object for r in regions] == [2, 2, 1]
+    assert regions[0].planes == regions[1].planes
+    assert regions[2].object_bytes == 2 * (3 * 128 * 2 + 2 * 16 * 16 * 4)
