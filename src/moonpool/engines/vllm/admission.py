@@ -1,4 +1,4 @@
-"""What is worth moving: a load that would take longer than prefill isn't taken, a store that nobody asks for may wait."""
+"""What is worth moving: no load that would take longer than prefill, no store that nobody has asked for yet."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ SEEN_MAX = 1 << 20
 class Admission:
     """Measured rates, and what follows from them. For the scheduler's thread."""
 
-    def __init__(self, settings: Settings, object_bytes: int, tokens_per_object: int, tally: Tally) -> None:
+    def __init__(self, settings: Settings, tally: Tally) -> None:
         self.settings, self.tally = settings, tally
-        self._bytes_per_token = object_bytes / tokens_per_object
+        self.bytes_per_token = 0.0
+        """Of all ranks together; known when the workers have told."""
         self.load_bytes_per_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self._under_way_tokens = 0
@@ -48,7 +49,7 @@ class Admission:
 
     def load_s(self, tokens: int) -> float:
         """How long a load of so many tokens takes, as measured; 0 where nothing has been."""
-        return tokens * self._bytes_per_token / self.load_bytes_per_s if self.load_bytes_per_s else 0.0
+        return tokens * self.bytes_per_token / self.load_bytes_per_s if self.load_bytes_per_s else 0.0
 
     def prefill_s(self, tokens: int) -> float:
         """How long computing so many tokens takes, as measured; 0 where nothing has been."""

@@ -89,6 +89,14 @@ def fix_hash_root(environ: MutableMapping[str, str] = os.environ) -> None:
         log.info("PYTHONHASHSEED=%s is set, so that this vLLM's block hashes are the same in every engine", HASH_SEED)
 
 
+def recompute_on_failure(transfer_config: Any) -> None:
+    """Have the engine compute what fails to load: its default is to fail the request, and a cache that has lost
+    something is no reason for that. Call it when the scheduler's connector is made: the policy is read after that."""
+    if transfer_config.kv_load_failure_policy != "recompute":
+        transfer_config.kv_load_failure_policy = "recompute"
+        log.info('kv_load_failure_policy is "recompute": what the pool no longer has is computed')
+
+
 def hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens that one entry of `request.block_hashes` stands for."""
     if (known := getattr(kv_cache_config, "hash_block_size", None)) is not None:

@@ -1,7 +1,8 @@
 """The class that vLLM loads: its calls, handed to the scheduler's side or to a worker's.
 
-Used as `--kv-transfer-config '{"kv_connector": "MoonpoolConnector", "kv_connector_module_path": "moonpool.engines.vllm",
-"kv_role": "kv_both"}'`. Each call is guarded: whatever goes wrong here, the engine computes as if nothing were stored.
+Used as `--kv-transfer-config '{"kv_connector": "MoonpoolConnector", "kv_role": "kv_both",
+"kv_connector_module_path": "moonpool.engines.vllm"}'`. Each call is guarded: whatever goes wrong here, the engine
+computes as if nothing were stored.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ def guarded(otherwise: Callable[[Any], Any]) -> Callable[[Method], Method]:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
-                _note(method.__name__, error)
+                note_fault(method.__name__, error)
                 try:
                     self.faulty(error)
                     return otherwise(self)
                 except Exception as second:
-                    _note(method.__name__, second)
+                    note_fault(method.__name__, second)
                     return None
 
         return call  # type: ignore[return-value]
@@ -38,7 +38,8 @@ def guarded(otherwise: Callable[[Any], Any]) -> Callable[[Method], Method]:
     return wrap
 
 
-def _note(name: str, error: Exception) -> None:
+def note_fault(name: str, error: Exception) -> None:
+    """Log a fault of ours that the engine doesn't see."""
     global _logged
     _logged += 1
     if _logged <= LOGGED_MAX:

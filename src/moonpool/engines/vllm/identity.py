@@ -360,7 +360,7 @@ def rank_spaces(
     """
     of_group: list[list[KeySpace]] = []
     for group in range(len(reports[parallel.ranks[0]].texts)):
-        of_group.append([_shard(space, parallel, reports[rank], group) for rank in parallel.ranks])
+        of_group.append([shard_space(space, parallel, reports[rank], group) for rank in parallel.ranks])
     return of_group
 
 
@@ -371,7 +371,8 @@ def splitter(
     return lambda space: rank_spaces(space, parallel, reports)
 
 
-def _shard(space: KeySpace, parallel: Parallel, report: RankReport, group: int) -> KeySpace:
+def shard_space(space: KeySpace, parallel: Parallel, report: RankReport, group: int) -> KeySpace:
+    """Return the key space of what a worker holds of a KV group."""
     pp, tp = report.rank
     first, end = parallel.stages[pp]
     whole = dataclasses.replace(space, extra={**space.extra, "objects": report.texts[group]})

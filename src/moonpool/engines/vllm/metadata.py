@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from moonpool.engines.vllm.identity import RankReport
+
 
 class Extent(NamedTuple):
     """One object in the pool, kept in place by the scheduler's hold: where it lies, and what it was known as then."""
@@ -93,6 +95,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     failed: dict[str, str] = field(default_factory=dict)
     """Requests whose load failed on a rank, and why."""
     errors: list[str] = field(default_factory=list)
+    ranks: tuple[RankReport, ...] = ()
+    """What a worker says of itself, once."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """One report of both. Neither is changed."""
@@ -106,10 +110,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
             max(self.load_s, other.load_s),
             self.failed | other.failed,
             self.errors + other.errors,
+            self.ranks + other.ranks,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.read or self.loaded_bytes or self.failed or self.errors)
+        return bool(self.read or self.loaded_bytes or self.failed or self.errors or self.ranks)
 
 
 def own_extents(load: Load, rank: int) -> Sequence[tuple[Part, Extent]]:

@@ -45,7 +45,7 @@ class Pool:
         return self.client.link.connected
 
     def declare(self, spaces: list[KeySpace]) -> None:
-        """Tell the node what its keys will mean; once a pool, since a fresh one knows nothing. Raises `MoonpoolError`."""
+        """Tell the node what its keys will mean; once a pool: a fresh one knows nothing. Raises `MoonpoolError`."""
         known_as = self.client.link.attachment.pool_id, b"".join(space.digest for space in spaces)
         if known_as == self._declared:
             return

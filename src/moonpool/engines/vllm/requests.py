@@ -37,7 +37,7 @@ class Tracked:
     """Its load went wrong once: it is computed, and not looked up again."""
     shadowed: bool = False
     finished: bool = False
-    blocks: list[list[int]] = field(default_factory=list)
+    blocks: tuple[list[int], ...] = ()
     """Per KV group, as far as told by the scheduler's output."""
     saved: int = 0
     """Objects from the first on that are stored, or on their way."""

@@ -9,14 +9,16 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from moonpool import Group, Match
 from moonpool.client.lookup import PendingMatch
 from moonpool.engines.vllm import compat
 from moonpool.engines.vllm.admission import Admission
+from moonpool.engines.vllm.guard import note_fault
 from moonpool.engines.vllm.metadata import Extent, Load, Part, Piece, Save, StepMetadata, WorkerReport
+from moonpool.engines.vllm.notes import encode_note
 from moonpool.engines.vllm.plan import Plan
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.requests import Tracked
@@ -32,6 +34,10 @@ LOOKUP_PATIENCE_S = 0.1
 """A lookup that the node hasn't answered by then is a miss: prefill beats waiting on a node that is that busy."""
 
 
+REPORTS_PATIENCE_S = 1.0
+"""Workers report with the first step, even one without work; one that hasn't by then won't soon."""
+
+
 class Scheduler:
     """Decides; the workers move the bytes. Single-threaded."""
 
@@ -41,7 +47,6 @@ class Scheduler:
         plan: Plan,
         spaces: Spaces,
         pool: Pool,
-        object_bytes: int,
         *,
         loads: bool,
         saves: bool,
@@ -49,7 +54,7 @@ class Scheduler:
     ) -> None:
         self.settings, self.plan, self.spaces, self.pool = settings, plan, spaces, pool
         self.tally = Tally()
-        self.admission = Admission(settings, object_bytes, plan.tokens_per_object, self.tally)
+        self.admission = Admission(settings, self.tally)
         self._loads_wanted, self._saves_wanted = loads, saves
         self._clock = clock
         self._engine = uuid.uuid4().hex[:12]
@@ -62,6 +67,7 @@ class Scheduler:
         self._loads_due: list[Load] = []
         self._finishing: set[str] = set()
         self._told_space = ""
+        self._waiting_since = 0.0
 
     # ---- looking up ----------------------------------------------------------------------------------------------
 
@@ -75,6 +81,8 @@ class Scheduler:
         if tracked.match is None:
             if not self.pool.usable():
                 return 0, False
+            if not self.spaces.complete:
+                return (None, False) if self._workers_may_come() else (0, False)
             groups = self._groups(tracked)
             if groups is None or not self._worth_asking(tracked, groups, computed):
                 return 0, False
@@ -89,13 +97,19 @@ class Scheduler:
             return 0, False
         return tokens, True
 
+    def _workers_may_come(self) -> bool:
+        """Whether to have a request wait for the workers' first reports, which come with the first step's output."""
+        self._waiting_since = self._waiting_since or self._clock()
+        return self._clock() - self._waiting_since < REPORTS_PATIENCE_S
+
     def _groups(self, tracked: Tracked) -> list[Group] | None:
         """What the request's prefix needs in the pool, over all KV groups and shards. None where that is nothing."""
         digests = self._digests(tracked)
         if not digests:
             return None
+        step = self.plan.tokens_per_object
         return [
-            Group([prefix + digest for digest in digests], group.rule, group.window_objects, self.plan.tokens_per_object)
+            Group([prefix + digest for digest in digests], group.rule, group.window_objects, step)
             for group in self.plan.groups
             for prefix in self.spaces.prefixes(tracked.adapter, group.index)
         ]
@@ -202,22 +216,30 @@ class Scheduler:
 
     def step(self, output: Any) -> StepMetadata:
         """What this step's workers are to do."""
+        metadata = self.bare_step()
+        try:
+            self._fill(metadata, output)
+        except Exception as error:  # what the engine waits for goes out all the same
+            note_fault("step", error)
+            self.pool.failed(error)
+        return metadata
+
+    def _fill(self, metadata: StepMetadata, output: Any) -> None:
+        metadata.preempted = frozenset(output.preempted_req_ids or ())
         tables = compat.BlockTables(output)
         for request_id in tables.changed():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.blocks = tables.updated(request_id, tracked.blocks)
-        metadata = self.bare_step()
-        metadata.preempted = frozenset(output.preempted_req_ids or ())
         for request_id in metadata.preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.saved = 0
                 self._let_go(tracked)
-        if self._saves_wanted and output.total_num_scheduled_tokens and self.pool.usable():
-            metadata.saves = list(self._due_saves(output, tables))
+        if self._saves_wanted and output.total_num_scheduled_tokens and self.spaces.complete and self.pool.usable():
+            for save in self._due_saves(output, tables):  # each is either told or not begun, also where one fails
+                metadata.saves.append(save)
         if self.spaces.told != self._told_space:
             self._told_space = metadata.space = self.spaces.told
         self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
-        return metadata
 
     def bare_step(self) -> StepMetadata:
         """A step with nothing but what the engine waits for: loads into blocks that it has set aside, and word of
@@ -267,8 +289,14 @@ class Scheduler:
                 continue
             blocks = tuple(group.whole_blocks_of(tracked.blocks[group.index], i) for group in self.plan.groups)
             if any(part is not None for part in blocks):
-                pieces.append(Piece(digests[i], blocks, self.spaces.note(tracked, digests, i)))
+                pieces.append(Piece(digests[i], blocks, self._note(tracked, digests, i)))
         return pieces
+
+    def _note(self, tracked: Tracked, digests: list[bytes], place: int) -> bytes:
+        size, request = self.plan.tokens_per_object, tracked.request
+        tokens = request.all_token_ids[place * size : (place + 1) * size]
+        lora = request.lora_request
+        return encode_note(digests[place - 1] if place else b"", list(tokens), lora.lora_name if lora else "")
 
     # ---- what workers report -------------------------------------------------------------------------------------
 
@@ -293,6 +321,12 @@ class Scheduler:
             self._let_go(tracked)
         if report is None:
             return
+        if report.ranks:
+            why = self.spaces.reported(report.ranks)
+            if why is not None:
+                self.pool.turn_off(why)
+            elif self.spaces.complete:
+                self.admission.bytes_per_token = self.spaces.object_bytes / self.plan.tokens_per_object
         self.admission.loaded(report.loaded_bytes, report.load_s)
         for error in report.errors:
             self.pool.failed(error)
@@ -319,6 +353,10 @@ class Scheduler:
             self._finishing.add(tracked.id)
             return True
         return False
+
+    def take_events(self) -> Iterable[Any]:
+        """What the pool has stored and removed since the last call, in vLLM's own types."""
+        return ()
 
     def reset(self) -> bool:
         """The engine's cache no longer holds what its keys say (new weights): from now on this engine has keys of its

@@ -1,4 +1,4 @@
-"""Counting what the pool was good for: tokens asked for, found, loaded, computed again and why; seconds won and lost."""
+"""What the pool was good for: tokens asked for, found, loaded, computed again and why; seconds won and lost."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
 
 from moonpool.client.attachment import Attachment
 from moonpool.client.writing import Reservations
@@ -20,7 +19,7 @@ from moonpool.engines.vllm.bystander import Bystander
 from moonpool.engines.vllm.metadata import Extent, Load, Save, StepMetadata, WorkerReport, own_extents
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
-from moonpool.engines.vllm.spaces import Spaces
+from moonpool.engines.vllm.spaces import RankSpaces
 from moonpool.errors import MoonpoolError
 from moonpool.gpu.mover import Mover, Region, Ticket, Transfer
 from moonpool.matching import Extents
@@ -64,7 +63,7 @@ class Worker:
         settings: Settings,
         rank: int,
         regions: tuple[Region, ...],
-        spaces: Spaces,
+        spaces: RankSpaces,
         pool: Pool,
         make_mover: Callable[[Attachment], Mover],
         clock: Callable[[], float] = time.perf_counter,
@@ -79,7 +78,7 @@ class Worker:
         self._counted_until = 0.0
         """Loads overlap: seconds until here are counted as spent on loading already."""
         self._failed_blocks: set[int] = set()
-        self._report = WorkerReport()
+        self._report = WorkerReport(ranks=(spaces.report,))
         self._stored: SimpleQueue[Storing | None] = SimpleQueue()
         self._storing_bytes = 0
         self._told: SimpleQueue[str] = SimpleQueue()
@@ -240,7 +239,7 @@ class Worker:
         wanted = list(self._wanted(saves))
         if not wanted:
             return None
-        self.pool.declare(self.spaces.of_rank(self.rank))
+        self.pool.declare(self.spaces.all())
         reservations = self.pool.client.reserve_many(
             [key for key, *_ in wanted],
             [self.regions[group].object_bytes for _, group, *_ in wanted],
@@ -268,7 +267,7 @@ class Worker:
         for save in saves:
             for piece in save.pieces:
                 for group, blocks in enumerate(piece.blocks):
-                    key = self.spaces.prefix_of_rank(save.adapter, group, self.rank) + piece.digest
+                    key = self.spaces.of(save.adapter)[group].digest + piece.digest
                     if blocks is not None and key not in seen:
                         seen.add(key)
                         yield key, group, blocks, piece.note
