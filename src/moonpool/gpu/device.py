@@ -146,6 +146,8 @@ class DeviceMover:
                     _hung.append(self)
                     return
                 time.sleep(PAUSE_S)
+            for event in events:
+                self._cuda.destroy_event(event)
             for lane in (self._load, self._store):
                 lane.close()
             self._events.close()
@@ -188,11 +190,10 @@ class DeviceMover:
 
     def _call_helper(self) -> None:
         self._wake.set()
-        if self._helper is None:
-            with self._helper_lock:
-                if self._helper is None and not self._stopping.is_set():
-                    self._helper = threading.Thread(target=self._help, name="moonpool-mover", daemon=True)
-                    self._helper.start()
+        with self._helper_lock:
+            if self._helper is None and not self._stopping.is_set():
+                self._helper = threading.Thread(target=self._help, name="moonpool-mover", daemon=True)
+                self._helper.start()
 
     def _help(self) -> None:
         try:
