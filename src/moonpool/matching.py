@@ -85,8 +85,7 @@ def longest(rules: Sequence[tuple[str, int, int]], present: Sequence[npt.NDArray
     good = np.ones(candidates, np.bool_)
     for (rule, window, step), found in zip(rules, present, strict=True):
         good &= _satisfied(rule, window, found)[unit // step - 1 :: unit // step][:candidates]
-    reached = np.flatnonzero(good)
-    return int(reached[-1] + 1) * unit if len(reached) else 0
+    return (candidates - int(good[::-1].argmax())) * unit if good.any() else 0
 
 
 def needed(rule: str, window: int, step: int, length: int) -> range:
@@ -103,8 +102,8 @@ def _satisfied(rule: str, window: int, found: npt.NDArray[np.bool_]) -> npt.NDAr
     """For m = 1, 2, …: whether the first m keys satisfy the rule."""
     if rule == "exact":
         return found
-    places = np.arange(len(found))
-    last_missing = np.maximum.accumulate(np.where(found, -1, places))
     if rule == "all":
-        return last_missing < 0
+        return np.logical_and.accumulate(found)
+    places = np.arange(len(found), dtype=np.int32)
+    last_missing = np.maximum.accumulate(np.where(found, np.int32(-1), places))
     return places - last_missing >= np.minimum(min(window, len(found)), places + 1)

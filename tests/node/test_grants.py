@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.node.steps import finish
 from moonpool.status import Status
 from moonpool.wire import messages as m
 from tests.node.desk import MIB, Desk, steps_of
@@ -57,6 +58,8 @@ def test_a_hold_that_is_adopted_and_broken_off_stays_as_it_was(desk: Desk) -> No
     next(steps)
     assert desk.pins(keys[-1]) == 2
     steps.close()
+    while desk.background:
+        finish(desk.background.pop())
     assert [desk.pins(key) for key in keys] == [1] * 1000
 
 

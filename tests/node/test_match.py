@@ -63,7 +63,7 @@ def test_a_hold_is_hot_at_its_head_wherever_its_slices_end(desk: Desk) -> None:
     assert reply.length == len(KEYS)
     assert pauses >= 6, "found in four steps and touched in four"
     _, adopted = steps_of(desk.begin(m.Adopt(1, "hold")))
-    assert [number & 0xFFFF_FFFF for number in adopted.ids] == desk.session.holds["hold"].slots
+    assert [number & 0xFFFF_FFFF for number in adopted.ids] == list(desk.session.holds["hold"].slots)
     catalogue = desk.node.catalogue
     assert [catalogue.records.key(slot) for slot in catalogue.space.oldest()] == KEYS[::-1]
     touched = [catalogue.floats[slot * 20 + 6] for slot in desk.session.holds["hold"].slots]

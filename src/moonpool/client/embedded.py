@@ -15,7 +15,7 @@ from moonpool.folder.mapping import Mapping
 from moonpool.folder.table import TableReader
 from moonpool.node.dispatch import Dispatcher
 from moonpool.node.node import Node, embedded_node
-from moonpool.node.steps import Steps
+from moonpool.node.steps import Steps, finish
 from moonpool.wire import messages as m
 from moonpool.wire.frames import decode_request, encode
 from moonpool.wire.versions import FEATURES, Version, boot_id
@@ -44,7 +44,7 @@ class EmbeddedLink:
         _links.add(self)
         ours = Version.ours()
         hello = m.Hello(0, ours.major, ours.minor, sorted(FEATURES), boot_id(), name, read_only)
-        self._session, welcome = self._dispatcher.hello(hello)
+        self._session, welcome = finish(self._dispatcher.hello(hello))
         self._session.pid = os.getpid()
         pool: Mapping = self.node.pool
         table = TableReader(self.node.catalogue.table.mapping)
@@ -56,6 +56,10 @@ class EmbeddedLink:
             raise errors.Closed("the client has been closed")
         return self._attachment
 
+    @property
+    def connected(self) -> bool:
+        return not self._closed
+
     def call(self, request: m.Message) -> m.Message:
         with self.lock:
             if self._closed:
@@ -65,14 +69,7 @@ class EmbeddedLink:
                 self.node.sweeper.sweep_once()
             # Through the wire's own checks, so that what a socket refuses is refused here too.
             reply = self._dispatcher.serve(self._session, decode_request(bytes(encode(request)[4:])))
-            if reply is None:
-                return m.Count(0, 0)
-            if not isinstance(reply, m.Message):
-                reply = self._run(reply)
-            while self._background:
-                self._run(self._background.popleft())
-            self.lock.notify_all()
-            return reply
+            return self._finish(reply) or m.Count(0, 0)
 
     def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> Begun:
         if meanwhile is not None:
@@ -116,13 +113,11 @@ class EmbeddedLink:
     def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
         if not self._closed or self._session.pins:
             with self.lock:
-                self._dispatcher.serve(self._session, m.Release(0, ids, transfer_s))
-                self.lock.notify_all()
+                self._finish(self._dispatcher.serve(self._session, m.Release(0, ids, transfer_s)))
 
     def abort(self, attachment: Attachment, ids: list[int]) -> None:
         with self.lock:
-            self._dispatcher.serve(self._session, m.Abort(0, ids))
-            self.lock.notify_all()
+            self._finish(self._dispatcher.serve(self._session, m.Abort(0, ids)))
 
     def drop(self, attachment: Attachment, number: int) -> None:
         self._dropped.append(number)
@@ -138,6 +133,14 @@ class EmbeddedLink:
 
     def prefaulted(self, timeout_s: float | None) -> bool:
         return True
+
+    def _finish(self, reply: m.Message | Steps[Any] | None) -> m.Message | None:
+        """Run what `serve` gave to its end, and what came of it in the background; wake those who wait."""
+        found: m.Message | None = reply if isinstance(reply, m.Message | None) else self._run(reply)
+        while self._background:
+            self._run(self._background.popleft())
+        self.lock.notify_all()
+        return found
 
     def _run(self, steps: Steps[Any]) -> Any:
         """Run steps under the lock, which a wait lets go of: other threads release or commit meanwhile."""

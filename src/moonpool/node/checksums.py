@@ -15,7 +15,7 @@ import xxhash
 
 from moonpool.folder.layout import RECORD_WORDS, Field, State
 from moonpool.node.catalogue import Catalogue
-from moonpool.node.steps import Steps
+from moonpool.node.steps import SLICE_MASK, Steps
 from moonpool.node.store import SLOT_MASK
 from moonpool.status import Status
 from moonpool.wire import messages as m
@@ -124,22 +124,26 @@ class Checksums:
         catalogue = self.catalogue
         deadline = self.clock() + self.wait_max_s
         names: list[tuple[int, int] | None] = []
-        for key in keys:
-            slot = catalogue.find(key)
-            if slot < 0 or not catalogue.visible(slot):
-                names.append(None)
-                continue
-            name = slot, catalogue.generation(slot)
-            names.append(name)
-            self._asked[name] = self._running[name]
-            self._verdicts.pop(name, None)
-            self.urgent.append(name)
+        verdicts: list[int] = []
         try:
-            while not all(name is None or name in self._verdicts for name in names) and self.clock() < deadline:
-                yield deadline
-            return [
-                int(Status.MISS if name is None else self._verdicts.get(name, Status.IN_PROGRESS)) for name in names
-            ]
+            for i, key in enumerate(keys, 1):
+                slot = catalogue.find(key)
+                name = None
+                if slot >= 0 and catalogue.visible(slot):
+                    name = slot, catalogue.generation(slot)
+                    self._asked[name] = self._running[name]
+                    self._verdicts.pop(name, None)
+                    self.urgent.append(name)
+                names.append(name)
+                if i & SLICE_MASK == 0:
+                    yield None
+            for i, name in enumerate(names, 1):
+                while name is not None and name not in self._verdicts and self.clock() < deadline:
+                    yield deadline
+                verdicts.append(int(Status.MISS if name is None else self._verdicts.get(name, Status.IN_PROGRESS)))
+                if i & SLICE_MASK == 0:
+                    yield None
+            return verdicts
         finally:
             for asked in filter(None, names):
                 self._asked.pop(asked, None)
@@ -150,16 +154,22 @@ class Checksums:
 
         The objects are pinned by whoever asked, so that their slots stay theirs meanwhile.
         """
-        catalogue = self.catalogue
+        catalogue, words = self.catalogue, self.catalogue.words
         deadline = self.clock() + self.wait_max_s
-        slots = [n & SLOT_MASK for n, status in zip(reply.ids, reply.statuses, strict=True) if status == Status.OK]
-        self.urgent.extend((slot, catalogue.generation(slot)) for slot in slots if not catalogue.summed(slot))
-        while not all(map(catalogue.summed, slots)) and self.clock() < deadline:
-            yield deadline
-        words = catalogue.words
-        return msgspec.structs.replace(
-            reply, checksums=[words[(n & SLOT_MASK) * RECORD_WORDS + Field.CHECKSUM] for n in reply.ids]
-        )
+        slots = [number & SLOT_MASK if number else -1 for number in reply.ids]
+        checksums: list[int] = []
+        for i, slot in enumerate(slots, 1):
+            if slot >= 0 and not catalogue.summed(slot):
+                self.urgent.append((slot, catalogue.generation(slot)))
+            if i & SLICE_MASK == 0:
+                yield None
+        for i, slot in enumerate(slots, 1):
+            while slot >= 0 and not catalogue.summed(slot) and self.clock() < deadline:
+                yield deadline
+            checksums.append(words[slot * RECORD_WORDS + Field.CHECKSUM] if slot >= 0 else 0)
+            if i & SLICE_MASK == 0:
+                yield None
+        return msgspec.structs.replace(reply, checksums=checksums)
 
     def run_here(self, pool: memoryview) -> None:
         """Do all urgent work at once, in this thread: for a store that has no process beside it."""

@@ -8,8 +8,10 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moonpool import errors
 from moonpool.node.sessions import Session, Standing
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from moonpool.node.server import Server
 
 log = logging.getLogger("moonpool.node")
+T = TypeVar("T")
 
 SO_PEERPIDFD = 77
 """Socket option of Linux 6.5: a file descriptor of the peer's process, readable once it is gone."""
@@ -71,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._frames = FrameReader()
         self._backlog: deque[memoryview] = deque()
         self._scheduled = False
+        self._held_up = False  # by a request that is served in several steps, and what came after it waits for it
         self._paused = False
         self._gone = False  # the peer's process
         self._over = False  # nothing of it is served any more
@@ -124,22 +128,27 @@ class Connection(asyncio.Protocol):
     # ---- serving -------------------------------------------------------------------------------------------------
 
     def _work(self, begun: float | None = None) -> None:
-        """Serve what has come in, for a step's time; the rest in the loop's next round, others first."""
+        """Serve what has come in, for half a step's time, as a request takes up to the other half; the rest in the
+        loop's next round, others first."""
         self._scheduled = False
         begun = perf_counter() if begun is None else begun
         backlog = self._backlog
-        while backlog and not self._over:
+        while backlog and not self._over and not self._held_up:
             try:
                 self._request(decode_request(backlog.popleft()))
             except errors.ProtocolError as error:
                 self._reject(error)
                 break
-            if backlog and perf_counter() - begun > STEP_S:
-                self._scheduled = True
-                self.server.loop.call_soon(self._work)
+            if backlog and perf_counter() - begun > STEP_S / 2:
+                self._work_soon()
                 break
         self._pace()
         self.server.node.catalogue.counters.step(perf_counter() - begun)
+
+    def _work_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self.server.loop.call_soon(self._work)
 
     def _pace(self) -> None:
         if self._transport is None:
@@ -164,12 +173,11 @@ class Connection(asyncio.Protocol):
                 self._subscribe(session, request)
             else:
                 reply = self.server.dispatcher.serve(session, request)
-                if reply is None:
-                    return
-                if isinstance(reply, m.Message):
+                if isinstance(reply, m.Message | None):
                     self._answer(session, reply)
                 else:
-                    self._run(session, request.id, reply)
+                    in_order = self.server.dispatcher.in_order(request)
+                    self._run(request.id, reply, partial(self._answer, session), in_order=in_order)
         except errors.ProtocolError:
             raise
         except errors.MoonpoolError as error:
@@ -182,12 +190,14 @@ class Connection(asyncio.Protocol):
     def _first(self, request: m.Request) -> None:
         if not isinstance(request, m.Hello):
             raise errors.ProtocolError(f"the first message is {type(request).__name__}, not Hello")
-        session, welcome = self.server.dispatcher.hello(request)
-        self.session = session
-        session.pid = self._pid
-        self.server.attach(session, self)
+        self._run(request.id, self.server.dispatcher.hello(request), self._welcome, in_order=True)
+
+    def _welcome(self, found: tuple[Session, m.Welcome]) -> None:
+        self.session, welcome = found
+        self.session.pid = self._pid
+        self.server.attach(self.session, self)
         if self._pidfd is None:
-            self.server.node.roster.watch(session)
+            self.server.node.roster.watch(self.session)
         self.send(welcome)
 
     def _bye(self, session: Session, request: m.Bye) -> None:
@@ -196,22 +206,26 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _run(self, session: Session, request_id: int, steps: Steps[m.Message]) -> None:
-        """Take the first step now: most are over with it. Otherwise go on as a task, others in between."""
-        if len(self._tasks) >= INFLIGHT_MAX:  # before the first step, which may grant something
+    def _run(self, request_id: int, steps: Steps[T], answer: Callable[[T], None], *, in_order: bool) -> None:
+        """Take the first step now: most are over with it. Otherwise go on as a task, others in between, and where it
+        is to be `in_order` nothing else of this connection's."""
+        if len(self._tasks) >= INFLIGHT_MAX and not in_order:  # before the first step, which may grant something
             raise errors.RemoteError(f"{INFLIGHT_MAX} requests of this client are waiting already; wait for some first")
         try:
             step = next(steps)
         except StopIteration as stop:
-            self._answer(session, stop.value)
+            answer(stop.value)
             return
-        task = self.server.loop.create_task(self._finish(session, request_id, steps, step))
+        self._held_up = in_order
+        task = self.server.loop.create_task(self._finish(request_id, steps, step, answer, in_order))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, session: Session, request_id: int, steps: Steps[m.Message], step: float | None) -> None:
+    async def _finish(
+        self, request_id: int, steps: Steps[T], step: float | None, answer: Callable[[T], None], in_order: bool
+    ) -> None:
         try:
-            self._answer(session, await self.server.drive(steps, step))
+            answer(await self.server.drive(steps, step))
         except errors.MoonpoolError as error:
             self.send(m.Refused(request_id, type(error).__name__, str(error)))
         except Exception as error:
@@ -219,13 +233,18 @@ class Connection(asyncio.Protocol):
             self.send(m.Refused(request_id, "RemoteError", f"internal error in the node: {error!r}"))
         finally:
             steps.close()
+            if in_order:
+                self._held_up = False
+                self._work_soon()
 
-    def _answer(self, session: Session, reply: m.Message) -> None:
-        """Send a reply; one that can't be sent takes back what it would have granted."""
+    def _answer(self, session: Session, reply: m.Message | None) -> None:
+        """Send a reply, if there is one; one that can't be sent takes back what it would have granted."""
+        if reply is None:
+            return
         try:
             self.send(reply)
         except errors.ProtocolError as error:
-            self.server.node.store.take_back(session, reply)
+            self.server.node.store.take_back(session, reply, session.pins)
             self.send(m.Refused(reply.id, "RemoteError", f"the reply is too long: {error}"))
 
     def send(self, message: m.Message) -> None:

@@ -12,6 +12,7 @@ from moonpool.errors import InvalidRequest, ReadOnly
 from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX, RECORD_WORDS, Mode
 from moonpool.node.node import RESERVE_WAIT_MAX_S, Node
 from moonpool.node.sessions import Session
+from moonpool.node.slices import SLICE, Whole, cut
 from moonpool.node.steps import Steps
 from moonpool.node.store import SLOT_MASK
 from moonpool.observe.stats import node_stats
@@ -28,10 +29,12 @@ LISTED_BYTES = 640
 """A listing ends at so many bytes of keys and metadata, and this for the rest of each: it fits into a frame."""
 LIST_PAGE_SLOTS = 65_536
 """Slots looked at for one listing, however few are found: some 40 ms, in steps."""
-LIST_SLOTS = 2048
-"""Slots looked at in one step of a listing."""
+LIST_SLOTS = 512
+"""Slots looked at in one step of a listing, at 1 us each."""
 
 Handler = Callable[[Session, Any], "m.Message | Steps[Any] | None"]
+ByKey = Callable[[Session, Any, int], "m.Message | None"]
+"""Serves a slice of a request, which begins at this place of it."""
 _WRITES = (m.Reserve, m.PutInline, m.Commit, m.Abort, m.Remove, m.Pin, m.Clear, m.Purge, m.SetMode)
 
 
@@ -48,9 +51,7 @@ class Dispatcher:
         self._store, self._catalogue = node.store, node.catalogue
         node.store.background = background
         self._counters = node.catalogue.counters
-        self._handlers: dict[type, Handler] = {
-            m.Reserve: self._reserve,
-            m.PutInline: self._put_inline,
+        self._by_key: dict[type, ByKey] = {
             m.Commit: self._commit,
             m.Abort: self._abort,
             m.Acquire: self._acquire,
@@ -60,6 +61,11 @@ class Dispatcher:
             m.Touch: self._touch,
             m.Pin: self._pin,
             m.Stat: self._stat,
+        }
+        self._handlers: dict[type, Handler] = {
+            m.Reserve: self._reserve,
+            m.PutInline: self._put_inline,
+            m.Acquire: self._acquire_summed,
             m.List: self._list,
             m.Match: self._match,
             m.Adopt: self._adopt,
@@ -73,25 +79,52 @@ class Dispatcher:
             m.Verify: self._verify,
         }
 
-    def serve(self, session: Session, request: m.Message) -> m.Message | Steps[m.Message] | None:
+    def serve(self, session: Session, request: m.Message) -> m.Message | Steps[m.Message | None] | None:
         """Start one request. Raises `MoonpoolError` where it is refused as a whole."""
-        names: Sized = getattr(request, "keys", ()) or getattr(request, "ids", ())
-        if len(names) > m.KEYS_MAX:
-            raise InvalidRequest(f"{len(names)} keys or ids in a message exceed the limit of {m.KEYS_MAX}; send fewer")
+        count = _count_of(request)
+        if count > m.KEYS_MAX:
+            raise InvalidRequest(f"{count} keys or ids in a message exceed the limit of {m.KEYS_MAX}; send fewer")
         if session.read_only and isinstance(request, _WRITES):
             raise ReadOnly(f"{type(request).__name__.lower()} on a session opened read-only")
-        return self._handlers[type(request)](session, request)
+        if not self.in_order(request):
+            return self._handlers[type(request)](session, request)
+        if count > SLICE[type(request)]:
+            return self._in_slices(session, request)
+        begun = perf_counter()
+        reply = self._by_key[type(request)](session, request, 0)
+        self._observe(request, perf_counter() - begun)
+        return reply
+
+    def in_order(self, request: m.Message) -> bool:
+        """Whether whatever its connection sends after `request` is served after it, however many steps it takes: a
+        client doesn't wait for a commit or a release before it asks on. What may itself have to wait isn't."""
+        return type(request) in SLICE and not (isinstance(request, m.Acquire) and request.checksums)
+
+    def _in_slices(self, session: Session, request: m.Message) -> Steps[m.Message | None]:
+        """Serve a long request as several short ones, others in between, and answer as if it were one."""
+        begun, serve, pins = perf_counter(), self._by_key[type(request)], session.pins
+        whole = Whole(_count_of(request))
+        try:
+            for i, (start, part) in enumerate(cut(request)):
+                if i:
+                    yield None
+                whole.add(start, serve(session, part, start))
+        except BaseException:  # also where the one who asked is gone
+            self._store.take_back(session, whole.reply(), pins)
+            raise
+        self._observe(request, perf_counter() - begun)
+        return whole.reply()
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
-    def hello(self, request: m.Hello) -> tuple[Session, m.Welcome]:
+    def hello(self, request: m.Hello) -> Steps[tuple[Session, m.Welcome]]:
         """Open or resume a session. Raises `VersionMismatch` for a peer too far away."""
         ours = Version.ours()
         ours.check(Version(request.major, request.minor), request.layout, who=f"client {request.name!r}")
         node = self.node
         resumed = None
         if request.token and request.pool_id == node.pool_id:
-            resumed = node.roster.resume(request.session, request.token, request.pins, request.reservations)
+            resumed = yield from node.roster.resume(request.session, request.token, request.pins, request.reservations)
         if resumed is not None:
             session, stale = resumed
             session.read_only = request.read_only  # a restarted node doesn't know
@@ -129,67 +162,54 @@ class Dispatcher:
             return m.StatusReply(request.id, [int(Status.DISABLED)] * len(request.keys))
         return self._timed("put_inline", "commit", request.keys, self._store.put_inline(session, request))
 
-    def _commit(self, session: Session, request: m.Commit) -> m.Message:
-        begun = perf_counter()
-        statuses = self._store.commit(session, request.ids, request.checksums)
-        space = self._space_of_id(request.ids)
-        if request.transfer_s > 0:
-            self._counters.stage("put", "transfer", space, request.transfer_s)
-        self._counters.stage("put", "commit", space, perf_counter() - begun)
-        return m.StatusReply(request.id, statuses)
+    def _commit(self, session: Session, request: m.Commit, place: int) -> m.Message:
+        return m.StatusReply(request.id, self._store.commit(session, request.ids, request.checksums, place))
 
-    def _abort(self, session: Session, request: m.Abort) -> m.Message:
+    def _abort(self, session: Session, request: m.Abort, place: int) -> m.Message:
         self._store.abort(session, request.ids)
         return m.Count(request.id, len(request.ids))
 
-    def _acquire(self, session: Session, request: m.Acquire) -> m.Message | Steps[m.Message]:
+    def _acquire(self, session: Session, request: m.Acquire, place: int) -> m.Message:
         if not self.node.mode & Mode.READ:
             empty = [0] * len(request.keys)
             disabled = [int(Status.DISABLED)] * len(request.keys)
             return m.Acquired(request.id, disabled, empty, empty, empty, empty, empty, 0)
-        if request.checksums:
-            return self._acquire_summed(session, request)
-        return self._acquire_now(session, request)
-
-    def _acquire_now(self, session: Session, request: m.Acquire) -> m.Acquired:
-        begun = perf_counter()
         space = self._space_of(request.keys)
         slots = self._catalogue.find_many(request.keys)
-        reply = self._store.acquire_slots(session, request.id, slots)
+        reply = self._store.acquire_slots(session, request.id, slots, place)
         hits = reply.statuses.count(0)
         counters = self._counters
         counters.hits[space] += hits
         counters.misses[space] += len(request.keys) - hits
         counters.bytes_read[space] += sum(reply.sizes)
-        counters.stage("get", "query", space, perf_counter() - begun)
         return reply
 
     def _acquire_summed(self, session: Session, request: m.Acquire) -> Steps[m.Message]:
-        reply = self._acquire_now(session, request)
+        pins = session.pins
+        reply = yield from self._in_slices(session, msgspec.structs.replace(request, checksums=False))
+        assert isinstance(reply, m.Acquired)
         try:
             return (yield from self.node.checksums.complete(reply))
         except BaseException:  # also where the one who asked is gone
-            self._store.take_back(session, reply)
+            self._store.take_back(session, reply, pins)
             raise
 
-    def _release(self, session: Session, request: m.Release) -> None:
-        if request.transfer_s > 0:
-            self._counters.stage("get", "transfer", self._space_of_id(request.ids), request.transfer_s)
+    def _release(self, session: Session, request: m.Release, place: int) -> None:
         self._store.release(session, request.ids)
 
-    def _check(self, session: Session, request: m.Check) -> m.Message:
+    def _check(self, session: Session, request: m.Check, place: int) -> m.Message:
         return m.StatusReply(request.id, self._store.check(request.ids))
 
-    def _remove(self, session: Session, request: m.Remove) -> m.Message:
+    def _remove(self, session: Session, request: m.Remove, place: int) -> m.Message:
         return msgspec.structs.replace(self._store.remove(request.keys, request.force), id=request.id)
 
-    def _touch(self, session: Session, request: m.Touch) -> m.Message:
-        return m.StatusReply(request.id, self._store.touch(request.keys))
+    def _touch(self, session: Session, request: m.Touch, place: int) -> m.Message:
+        return m.StatusReply(request.id, self._store.touch(request.keys, place))
 
-    def _pin(self, session: Session, request: m.Pin) -> m.Message:
+    def _pin(self, session: Session, request: m.Pin, place: int) -> m.Message:
         return msgspec.structs.replace(self._store.pin(request.keys, request.level, request.ttl_s), id=request.id)
 
-    def _stat(self, session: Session, request: m.Stat) -> m.Message:
+    def _stat(self, session: Session, request: m.Stat, place: int) -> m.Message:
         slots = map(self._store.visible_slot, request.keys)
         return m.Stats(request.id, [self._describe(slot) if slot >= 0 else None for slot in slots])
 
@@ -269,6 +289,19 @@ class Dispatcher:
         self._counters.stage(operation, stage, self._space_of(keys), perf_counter() - begun)
         return reply
 
+    def _observe(self, request: m.Message, seconds: float) -> None:
+        """Tell the metrics of a batch that was served, in one step or in several."""
+        counters = self._counters
+        if isinstance(request, m.Acquire):
+            counters.stage("get", "query", self._space_of(request.keys), seconds)
+        elif isinstance(request, m.Commit):
+            space = self._space_of_id(request.ids)
+            if request.transfer_s > 0:
+                counters.stage("put", "transfer", space, request.transfer_s)
+            counters.stage("put", "commit", space, seconds)
+        elif isinstance(request, m.Release) and request.transfer_s > 0:
+            counters.stage("get", "transfer", self._space_of_id(request.ids), request.transfer_s)
+
     def _describe(self, slot: int) -> m.ObjectStat:
         writer = self._catalogue.words[slot * RECORD_WORDS] >> 32
         session = self.node.roster.sessions.get(writer)
@@ -280,3 +313,9 @@ class Dispatcher:
     def _space_of_id(self, ids: list[int]) -> int:
         slot = ids[0] & SLOT_MASK if ids else 0
         return self._catalogue.space_of(slot) if slot < self._catalogue.records.slots else 0
+
+
+def _count_of(request: m.Message) -> int:
+    """How many keys or ids a request names."""
+    names: Sized = getattr(request, "keys", ()) or getattr(request, "ids", ())
+    return len(names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.folder.layout import RECORD_WORDS, Field
 from moonpool.matching import GROUPS_MAX, RULES, STEP_MAX, longest, needed
 from moonpool.node.sessions import Hold, Session
+from moonpool.node.slices import Whole
 from moonpool.node.steps import Steps
 from moonpool.node.store import Store
 from moonpool.wire import messages as m
@@ -48,24 +51,23 @@ class Holds:
         if len(self.by_name) >= HOLDS_MAX:
             raise InvalidRequest(f"{HOLDS_MAX} holds are taken already; release those that have ended")
         catalogue = self.store.catalogue
-        slots: list[list[int]] = []
-        generations: list[list[int]] = []
+        slots = [np.empty(len(group.keys), np.int64) for group in request.groups]
+        generations = [np.empty(len(group.keys), np.uint64) for group in request.groups]
         before, looked = (catalogue.forgotten, catalogue.spaces.epoch), 0
-        for group in request.groups:
-            slots.append([])
-            generations.append([])
+        for group, found, known_as in zip(request.groups, slots, generations, strict=True):
             for start in range(0, len(group.keys), SLICE_KEYS):
                 if looked >= SLICE_KEYS:
                     looked = 0
                     yield None
-                found = list(map(self.store.visible_slot, group.keys[start : start + SLICE_KEYS]))
-                looked += len(found)
-                slots[-1] += found
-                generations[-1] += map(catalogue.generation, found)
-        present = [np.array(found, np.int64) >= 0 for found in slots]
+                part = list(map(self.store.visible_slot, group.keys[start : start + SLICE_KEYS]))
+                looked += len(part)
+                found[start : start + len(part)] = part
+                known_as[start : start + len(part)] = list(map(catalogue.generation, part))
+        present = [found >= 0 for found in slots]
         if before != (catalogue.forgotten, catalogue.spaces.epoch):  # some may have gone since they were found
+            purged = before[1] != catalogue.spaces.epoch
             for there, found, known_as in zip(present, slots, generations, strict=True):
-                there &= catalogue.still_visible(np.array(found, np.int64), np.array(known_as, np.uint64))
+                there &= catalogue.still_visible(found, known_as, purged=purged)
         hold = self._hold(session, request, slots, present)
         if hold is None:
             return m.Matched(request.id, 0, False)
@@ -98,19 +100,21 @@ class Holds:
         return answer
 
     def _hold(
-        self, session: Session, request: m.Match, slots: list[list[int]], present: list[npt.NDArray[np.bool_]]
+        self,
+        session: Session,
+        request: m.Match,
+        slots: list[npt.NDArray[np.int64]],
+        present: list[npt.NDArray[np.bool_]],
     ) -> Hold | None:
         """Pin what the longest prefix needs, in one step from when `present` was known; None where there is none."""
         rules = [(RULES[group.rule], group.window, group.step) for group in request.groups]
         length = longest(rules, present)
         if not length:
             return None
-        held: list[int] = []
-        for rule, found in zip(rules, slots, strict=True):
-            wanted = needed(*rule, length)
-            held += found[wanted.start : wanted.stop]
-        np.add.at(np.frombuffer(self.store.pins, np.int32), held, 1)
-        hold = Hold(request.hold, session, length, held)
+        wanted = [needed(*rule, length) for rule in rules]
+        held = np.concatenate([found[part.start : part.stop] for part, found in zip(wanted, slots, strict=True)])
+        np.add.at(np.frombuffer(self.store.pins, np.int32), held, np.int32(1))  # of a plain 1 it takes 20 times as long
+        hold = Hold(request.hold, session, length, held.data)
         session.holds[hold.name] = hold
         self.by_name[hold.name] = hold
         return hold
@@ -121,25 +125,22 @@ class Holds:
         Where the hold ends in the middle of a long one, those not pinned yet are misses.
         """
         hold = self.by_name.get(request.hold)
-        if hold is None:
+        if hold is None or not hold.slots:
             return self.store.acquire_slots(session, request.id, [])
-        parts: list[m.Acquired] = []
+        whole, pins = Whole(len(hold.slots)), session.pins
         try:
             for start in reversed(range(0, len(hold.slots), SLICE_KEYS)):  # tail to head
-                slots = hold.slots[start : start + SLICE_KEYS]
-                if parts:
+                slots: Sequence[int] = hold.slots[start : start + SLICE_KEYS]
+                if self.by_name.get(request.hold) is not hold:
+                    slots = [-1] * len(slots)
+                whole.add(start, self.store.acquire_slots(session, request.id, slots, start))
+                if start:
                     yield None
-                    if self.by_name.get(request.hold) is not hold:
-                        slots = [-1] * len(slots)
-                parts.append(self.store.acquire_slots(session, request.id, slots, start))
         except BaseException:  # also where the one who asked is gone
-            for part in parts:
-                self.store.take_back(session, part)
+            self.store.take_back(session, whole.reply(), pins)
             raise
-        reply = parts.pop()
-        for part in reversed(parts):
-            for name in ("statuses", "ids", "offsets", "sizes", "words", "checksums"):
-                getattr(reply, name).extend(getattr(part, name))
+        reply = whole.reply()
+        assert isinstance(reply, m.Acquired)
         return reply
 
     def release(self, name: str) -> bool:
@@ -149,7 +150,7 @@ class Holds:
         self.store.give_back(self.forget(name))
         return True
 
-    def forget(self, name: str) -> list[int]:
+    def forget(self, name: str) -> Sequence[int]:
         """End a hold but for its pins, which are the caller's to give back: one on each slot that is returned."""
         hold = self.by_name.pop(name)
         del hold.session.holds[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.folder.layout import Flag, Header, State
 from moonpool.node.catalogue import Catalogue
@@ -12,7 +11,9 @@ from moonpool.node.steps import Steps
 from moonpool.probes import ARMED, reach
 
 SLICE_RECORDS = 16_384
-"""Records looked at in one step, vectorised: some 200 us."""
+"""Records looked at for what time ends in one step, vectorised: some 400 us."""
+SLICE_PURGED = 8192
+"""Records compared with purges in one step, the same; columns of them, as copying whole rows takes four times as long."""
 
 SLICE_HIDDEN = 512
 """Objects taken out of the shared table in one step: each costs 1 us."""
@@ -52,29 +53,27 @@ class Sweeper:
         if ARMED:
             reach("node-purge-saved")
         count = 0
-        for start in range(0, catalogue.slots_used_top, SLICE_RECORDS):
-            slots = self._purged(start, catalogue.spaces.marks())
-            if len(slots):  # what an earlier purge covers, and its sweep hasn't come to, isn't counted twice
-                count += len(slots) - len(self._purged(start, before))
-            for i, slot in enumerate(slots.tolist(), 1):
+        for start in range(0, catalogue.slots_used_top, SLICE_PURGED):
+            slots, earlier = self._purged(start, before)
+            count += len(slots) - earlier
+            yield None
+            for i, slot in enumerate(slots, 1):
                 if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
                     catalogue.hide(slot)
                 if i % SLICE_HIDDEN == 0:
                     yield None
-            if len(slots) or start % (8 * SLICE_RECORDS) == 0:
-                yield None
         return count
 
     def free_purged(self) -> Steps[None]:
         """Drop what purges made invisible. Ends the purge that it was started for."""
         catalogue = self.catalogue
-        for start in range(0, catalogue.slots_used_top, SLICE_RECORDS):
-            slots = self._purged(start, catalogue.spaces.marks()).tolist()
+        for start in range(0, catalogue.slots_used_top, SLICE_PURGED):
+            slots, _ = self._purged(start)
             for i, slot in enumerate(slots):
+                if i % SLICE_DROPS == 0:
+                    yield None
                 if catalogue.state(slot) == State.COMMITTED and catalogue.purged(slot):
                     catalogue.drop(slot, "purged")
-                if i % SLICE_DROPS == SLICE_DROPS - 1:
-                    yield None
             yield None
         catalogue.purging -= 1
 
@@ -104,10 +103,11 @@ class Sweeper:
         self._cursor = start if more else start + SLICE_RECORDS
         return more
 
-    def _purged(self, start: int, marks: Marks) -> npt.NDArray[np.int64]:
-        """The slots from `start` on, one slice, that are committed and covered by a purge that cut there."""
-        rows = self.catalogue.records.table[start : start + SLICE_RECORDS]
-        committed = np.flatnonzero((rows["state"] & 0xFF) == State.COMMITTED)
-        if not len(committed):
-            return committed
-        return committed[self.catalogue.spaces.covered(rows[committed], marks)] + start
+    def _purged(self, start: int, before: Marks | None = None) -> tuple[list[int], int]:
+        """The slots from `start` on, one slice, that are committed and covered by a purge; and how many of them were
+        covered already by those that cut at `before`: what their sweep hasn't come to isn't to count twice."""
+        spaces = self.catalogue.spaces
+        rows = self.catalogue.records.table[start : start + SLICE_PURGED]
+        purged = ((rows["state"] & 0xFF) == State.COMMITTED) & spaces.covered(rows)
+        earlier = int((purged & spaces.covered(rows, before)).sum()) if before and purged.any() else 0
+        return (np.flatnonzero(purged) + start).tolist(), earlier

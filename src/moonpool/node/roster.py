@@ -17,8 +17,8 @@ from moonpool.folder.folder import Folder, open_file
 from moonpool.folder.layout import State
 from moonpool.node.holds import Holds
 from moonpool.node.sessions import TOKEN_BYTES, Session, Standing
-from moonpool.node.steps import Steps, finish
-from moonpool.node.store import SLICE_MASK, SLOT_MASK, Store
+from moonpool.node.steps import SLICE_MASK, Steps, finish
+from moonpool.node.store import SLOT_MASK, Store
 from moonpool.probes import ARMED, reach
 
 LOCK_GRACE_S = 2.0
@@ -95,43 +95,66 @@ class Roster:
 
     def resume(
         self, number: int, token: bytes, pins: Iterable[tuple[int, int]], reservations: Iterable[int]
-    ) -> tuple[Session, list[int]] | None:
+    ) -> Steps[tuple[Session, list[int]] | None]:
         """Take an earlier session up again. What the client doesn't declare is given back; the ids that it declares
         but can't have any more are returned. None where there is no such session: open a new one.
+
+        In steps. Until the last one the session holds what it held, and what is declared besides.
         """
         session = self.sessions.get(number)
-        if session is None or session.token != token or session.standing is Standing.ENDED:
+        if session is None or session.token != token:
             return None
-        catalogue = self.store.catalogue
-        stale: list[int] = []
         held: dict[int, int] = {}
-        for number_, count in pins:
-            slot = number_ & SLOT_MASK
-            known = catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) != State.RESERVED
-            if known and 0 < count <= PINS_MAX:
-                held[number_] = held.get(number_, 0) + count
-            else:
-                stale.append(number_)
-        for number_, count in held.items():
-            self.store.pins[number_ & SLOT_MASK] += count
+        try:
+            stale = yield from self._declared_pins(pins, held)
+            kept = yield from self._declared_reservations(session, reservations, held, stale)
+        except BaseException:  # the connection is gone
+            self.store.give_back(_slots_of(held))
+            raise
+        if session.standing is Standing.ENDED:  # its process has gone meanwhile
+            self.store.give_back(_slots_of(held))
+            return None
+        kept &= session.reservations
         earlier, session.pins = session.pins, held
-        if ARMED:
-            reach("node-resuming")
-        kept: set[int] = set()
-        for number_ in reservations:
-            slot = number_ & SLOT_MASK
-            if slot in session.reservations and catalogue.has_id(slot, number_ >> 32):
-                kept.add(slot)
-            elif number_ not in held and not (
-                catalogue.has_id(slot, number_ >> 32) and catalogue.state(slot) == State.COMMITTED
-            ):  # what is held as a pin is committed, whatever became of it since
-                stale.append(number_)
         self.store.give_back(_slots_of(earlier), session.reservations - kept)
         session.reservations = kept
         session.standing = Standing.LIVE
         self._watches.pop(session.number, None)
         self._lift_barrier()
         return session, stale
+
+    def _declared_pins(self, pins: Iterable[tuple[int, int]], held: dict[int, int]) -> Steps[list[int]]:
+        """Pin what a client says it still reads, noted in `held`; returns the ids that it can't have any more."""
+        catalogue, stale = self.store.catalogue, []
+        for i, (number, count) in enumerate(pins, 1):
+            slot, known = number & SLOT_MASK, held.get(number, 0)
+            there = catalogue.has_id(slot, number >> 32) and catalogue.state(slot) != State.RESERVED
+            if there and 0 < count <= PINS_MAX - known:
+                held[number] = known + count
+                self.store.pins[slot] += count
+            else:
+                stale.append(number)
+            if i & SLICE_MASK == 0:
+                yield None
+        if ARMED:
+            reach("node-resuming")
+        return stale
+
+    def _declared_reservations(
+        self, session: Session, reservations: Iterable[int], held: dict[int, int], stale: list[int]
+    ) -> Steps[set[int]]:
+        """The slots of what a client says it still writes; the ids that it can't have any more go to `stale`."""
+        catalogue, kept = self.store.catalogue, set()
+        for i, number in enumerate(reservations, 1):
+            slot = number & SLOT_MASK
+            there = catalogue.has_id(slot, number >> 32)
+            if there and slot in session.reservations:
+                kept.add(slot)
+            elif number not in held and not (there and catalogue.state(slot) == State.COMMITTED):
+                stale.append(number)  # what is held as a pin is committed, whatever became of it since
+            if i & SLICE_MASK == 0:
+                yield None
+        return kept
 
     # ---- going ---------------------------------------------------------------------------------------------------
 

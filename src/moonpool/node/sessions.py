@@ -7,6 +7,7 @@ its process is gone; a closed socket alone only quarantines what it holds.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,7 +31,7 @@ class Hold:
     name: str
     session: Session
     length: int
-    slots: list[int]
+    slots: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,9 @@ Steps = Generator[float | None, None, T]
 
 STEP_S = 0.001
 """The longest step of the node's loop that is planned for; a metric shows the longest seen."""
+SLICE_KEYS = 128
+"""What there may be thousands of is worked on so many at a time, at up to 4 us each, then others are let in."""
+SLICE_MASK = SLICE_KEYS - 1
 
 
 def finish(steps: Steps[T]) -> T:

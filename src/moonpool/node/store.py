@@ -18,13 +18,11 @@ from moonpool.folder.layout import (
 from moonpool.keys.fingerprints import fingerprints
 from moonpool.node.reserving import Reserving
 from moonpool.node.sessions import Session
-from moonpool.node.steps import Steps
+from moonpool.node.steps import SLICE_KEYS, SLICE_MASK, Steps
 from moonpool.probes import ARMED, reach
 from moonpool.status import Status
 from moonpool.wire import messages as m
 
-SLICE_MASK = 127
-"""A batch lets others in after each 128 keys: at most 1 ms."""
 CHAIN_STEP_S = 1e-6
 """How much older than its forerunner each object of a chain is in the records: a restart has only those."""
 SLOT_MASK = 0xFFFF_FFFF
@@ -47,6 +45,9 @@ class Store(Reserving):
         duplicates = _duplicates(keys)
         plain = not duplicates and not request.metadata and request.options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
+        if len(keys) > SLICE_KEYS:  # so many were work to look at
+            yield None
+        mask = SLICE_MASK if plain else SLICE_MASK >> 1
         now, deadline = self.catalogue.wall(), self._deadline(request.options)
         words, id_of, add = self.words, self.catalogue.id_of, session.reservations.add
         try:
@@ -67,10 +68,10 @@ class Store(Reserving):
                     statuses[i] = int(slot[0])
                     if slot[1]:
                         details[i] = slot[1]
-                if i & SLICE_MASK == SLICE_MASK:
+                if i & mask == mask:
                     yield None
         except BaseException:  # also where the one who asked is gone: nobody will learn of them
-            self.abort(session, ids)
+            self._begin(self._aborting(session, ids))
             raise
         if ARMED:
             reach("node-reserved")
@@ -90,6 +91,9 @@ class Store(Reserving):
         catalogue, pool, words = self.catalogue, self.pool, self.words
         plain = not duplicates and not request.metadata and options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
+        if count > SLICE_KEYS:
+            yield None
+        mask = SLICE_MASK if plain else SLICE_MASK >> 1
         now, deadline = catalogue.wall(), self._deadline(options)
         written: list[int] = []
         number_of = catalogue.spaces.number_of
@@ -107,7 +111,7 @@ class Store(Reserving):
                 number, sum_ = number_of(key), request.checksums[i] if request.checksums else 0
                 catalogue.admit(slot, key, prints[i], number, offset, size, session.number, now, sum_)
                 written.append(slot)
-                if i & SLICE_MASK == SLICE_MASK:
+                if i & mask == mask:
                     yield None
                 continue
             if slot == -1:
@@ -126,15 +130,19 @@ class Store(Reserving):
                 statuses[i] = int(slot[0])
                 if slot[1]:
                     details[i] = slot[1]
-            if i & SLICE_MASK == SLICE_MASK:
+            if i & mask == mask:
                 yield None
-        # What came later in the batch, or from others meanwhile, may have evicted what came first.
-        self.touch_chain([slot for slot in written if words[slot * RECORD_WORDS] & 0xFF == State.COMMITTED])
+        for start in reversed(range(0, len(written), SLICE_KEYS)):
+            # What came later in the batch, or from others meanwhile, may have evicted what came first.
+            part = written[start : start + SLICE_KEYS]
+            self.touch_chain([slot for slot in part if words[slot * RECORD_WORDS] & 0xFF == State.COMMITTED], start)
+            if start:
+                yield None
         return m.StatusReply(request.id, statuses, details)
 
-    def commit(self, session: Session, ids: Sequence[int], checksums: Sequence[int]) -> list[int]:
-        """Make filled extents visible. An id that is committed already is fine: the client asks again after a
-        reconnect."""
+    def commit(self, session: Session, ids: Sequence[int], checksums: Sequence[int], place: int = 0) -> list[int]:
+        """Make filled extents visible, touched as by `touch_chain`. An id that is committed already is fine: the client
+        asks again after a reconnect."""
         catalogue = self.catalogue
         statuses: list[int] = []
         written: list[int] = []
@@ -151,7 +159,7 @@ class Store(Reserving):
                 continue
             catalogue.counters.stale_ids += 1
             statuses.append(_STALE)
-        self.touch_chain(written)
+        self.touch_chain(written, place)
         if ARMED:
             reach("node-committed")
         return statuses
@@ -183,7 +191,10 @@ class Store(Reserving):
     def give_back(self, pinned: Iterable[int], reservations: Iterable[int] = ()) -> None:
         """End these pins (slots, as often as they are pinned) and reservations, which nobody else knows of any more:
         now, or in the background where they are many."""
-        steps = self._giving_back(pinned, reservations)
+        self._begin(self._giving_back(pinned, reservations))
+
+    def _begin(self, steps: Steps[None]) -> None:
+        """Take the first step now, and the others in the background."""
         if next(steps, steps) is None:
             self.background(steps)
 
@@ -198,12 +209,27 @@ class Store(Reserving):
                 yield None
             abort(slot)
 
-    def take_back(self, session: Session, reply: m.Message) -> None:
-        """Undo what a reply that never reached its client would have granted to it."""
+    def take_back(self, session: Session, reply: m.Message | None, pins: dict[int, int]) -> None:
+        """Undo what a reply that never reached its client would have granted to it, while `pins` were the session's:
+        others are what its client has declared since, and those are all that it has."""
         if isinstance(reply, m.Acquired):
-            self.release(session, [number for number in reply.ids if number in session.pins])
+            self._begin(self._releasing(session, reply.ids, pins))
         elif isinstance(reply, m.Reserved):
-            self.abort(session, reply.ids)
+            self._begin(self._aborting(session, reply.ids))
+
+    def _releasing(self, session: Session, ids: list[int], pins: dict[int, int]) -> Steps[None]:
+        for start in range(0, len(ids), SLICE_KEYS):
+            if start:
+                yield None
+            if session.pins is not pins:
+                break
+            self.release(session, [number for number in ids[start : start + SLICE_KEYS] if number in pins])
+
+    def _aborting(self, session: Session, ids: list[int]) -> Steps[None]:
+        for start in range(0, len(ids), SLICE_KEYS):
+            if start:
+                yield None
+            self.abort(session, ids[start : start + SLICE_KEYS])
 
     def check(self, ids: Sequence[int]) -> list[int]:
         """Per id whether the object is still visible."""
@@ -234,9 +260,9 @@ class Store(Reserving):
                 statuses.append(_OK)
         return m.StatusReply(0, statuses, details)
 
-    def touch(self, keys: Sequence[bytes]) -> list[int]:
+    def touch(self, keys: Sequence[bytes], place: int = 0) -> list[int]:
         slots = [self.visible_slot(key) for key in keys]
-        self.touch_chain([slot for slot in slots if slot >= 0])
+        self.touch_chain([slot for slot in slots if slot >= 0], place)
         return [_OK if slot >= 0 else _MISS for slot in slots]
 
     def pin(self, keys: Sequence[bytes], level: int, ttl_s: float) -> m.StatusReply:
@@ -262,7 +288,7 @@ class Store(Reserving):
 
     # ---- within --------------------------------------------------------------------------------------------------
 
-    def acquire_slots(self, session: Session, request_id: int, slots: list[int], place: int = 0) -> m.Acquired:
+    def acquire_slots(self, session: Session, request_id: int, slots: Sequence[int], place: int = 0) -> m.Acquired:
         """Pin the visible ones of `slots` (-1 = none) for the session, touched as by `touch_chain`."""
         catalogue, words, pins, held = self.catalogue, self.words, self.pins, session.pins
         statuses: list[int] = []
@@ -300,7 +326,7 @@ class Store(Reserving):
             reach("node-acquired")
         return m.Acquired(request_id, statuses, ids, offsets, sizes, places, checksums, catalogue.spaces.epoch)
 
-    def touch_chain(self, slots: list[int], place: int = 0) -> None:
+    def touch_chain(self, slots: Sequence[int], place: int = 0) -> None:
         """Mark as used, tail to head, so that of a chain the tail is evicted first, after a restart too.
 
         A long chain comes in slices, the last one first; `place` is where in it the slice begins.

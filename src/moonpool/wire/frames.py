@@ -67,7 +67,7 @@ class FrameReader:
                 return
             if len(self._pending) < 4 + self._length(self._pending, 0):
                 return
-            source = memoryview(bytes(self._pending))
+            source = memoryview(self._pending).toreadonly()
             self._pending = bytearray()
         else:
             source = memoryview(data)
