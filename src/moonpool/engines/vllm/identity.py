@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -362,13 +362,6 @@ def rank_spaces(
     for group in range(len(reports[parallel.ranks[0]].texts)):
         of_group.append([shard_space(space, parallel, reports[rank], group) for rank in parallel.ranks])
     return of_group
-
-
-def splitter(
-    parallel: Parallel, reports: Mapping[tuple[int, int], RankReport]
-) -> Callable[[KeySpace], list[list[KeySpace]]]:
-    """Return `rank_spaces` of these workers, for whatever key space."""
-    return lambda space: rank_spaces(space, parallel, reports)
 
 
 def shard_space(space: KeySpace, parallel: Parallel, report: RankReport, group: int) -> KeySpace:
