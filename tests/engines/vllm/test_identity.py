@@ -327,6 +327,14 @@ def test_a_known_adapter_is_not_read_again(tmp_path: Path, monkeypatch: pytest.M
     assert adapters.space(BASE, request_of(folder)) == first
 
 
+def test_so_many_adapters_are_told_apart_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "ADAPTERS_MAX", 1)
+    adapters, folder = Adapters(), write_adapter(tmp_path / "a")
+    assert adapters.space(BASE, request_of(folder)) is not None
+    assert adapters.space(BASE, request_of(folder, number=2)) is None
+    assert adapters.space(BASE, request_of(folder)) is not None
+
+
 def images(*names: str, hashes: bool = True) -> Any:
     features = [SimpleNamespace(identifier=name, mm_hash=name.rpartition(":")[2] if hashes else None) for name in names]
     return SimpleNamespace(lora_request=None, mm_features=features)

@@ -29,6 +29,8 @@ _FROM_FILES = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsaf
 _NO_DRAFT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods without KV cache of their own: what they guess decides no KV."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+ADAPTERS_MAX = 4096
+"""Adapters of one engine that are told apart; requests with further ones go without the pool."""
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 
@@ -277,6 +279,8 @@ class Adapters:
         try:
             stamp = _stamp(Path(lora.lora_path))
             known = self._known.get(key)
+            if known is None and len(self._known) >= ADAPTERS_MAX:
+                return ""
             if known is None or (known[0] != stamp and getattr(lora, "load_inplace", False)):
                 known = (stamp, fingerprint_weights(lora.lora_path))
                 if _stamp(Path(lora.lora_path)) != stamp:
