@@ -93,8 +93,8 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self, upload: Callable[[Ids], Any]) -> None:
-        self._upload = upload
+    def __init__(self, upload: Callable[[Ids], Any], programs: int = PROGRAMS) -> None:
+        self._upload, self._programs = upload, programs
         self.way = "through its interpreter" if _interpreted() else "as compiled"
 
     def prepare(self, group: Group, *, gather: bool) -> Launch:
@@ -117,7 +117,7 @@ class TritonKernels:
 
     def _launcher(self, table: int, shape: tuple[int, ...]) -> Callable[..., None]:
         """`move_blocks` for these constants, at the least cost a launch that this Triton allows."""
-        grid = (PROGRAMS, 1, 1)
+        grid = (self._programs, 1, 1)
         if _interpreted():
             return lambda *arguments, stream: move_blocks[grid](*arguments)
         options = {"num_warps": WARPS}
