@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moonpool.bench.bars import Row, local_rows, memcpy_rows, storm_rows, threads_rows
+from moonpool.bench.gpu import gpu
 from moonpool.bench.machine import machine, own_arguments
 from moonpool.errors import ConfigError
 
@@ -173,6 +174,9 @@ def storm(
         node_url, metrics_url = _node(stack, url, pool_bytes, "--scrub-interval", "1s")
         result = Storm(node_url, metrics_url or metrics, weather, progress).run()
     _report("storm", result, storm_rows, json, plot)
+
+
+app.command()(gpu)
 
 
 def _prepared(json: Path | None, plot: Path | None) -> ExitStack:

@@ -62,7 +62,9 @@ class Registration:
         self._thread.start()
 
     @classmethod
-    def of(cls, attachment: Attachment, *, device: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Registration:
+    def of(
+        cls, attachment: Attachment, *, device: int = 0, chunk_bytes: int = CHUNK_BYTES, cuda: Cuda | None = None
+    ) -> Registration:
         """Register the pool that a client is attached to, following what its node has reserved."""
         header = attachment.table.header
         return cls(
@@ -70,6 +72,7 @@ class Registration:
             device=device,
             chunk_bytes=chunk_bytes,
             reserved_bytes=lambda: int(header[Header.RESERVED_BYTES]),
+            cuda=cuda,
         )
 
     def split(self, offset: int, length: int) -> list[Piece]:
