@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from moonpool.errors import InvalidRequest, ReadOnly
@@ -72,10 +71,57 @@ def test_the_switch_outlives_the_node_unless_the_next_one_is_told_a_mode(house: 
     assert house.restart(mode="on", origins={"mode": "flag --mode"}).mode == Mode.ON
 
 
-def test_a_registry_without_a_mode_is_read_too(house: House) -> None:
-    house.ask(declared(model="m"))
-    saved = msgspec.json.decode(house.folder.spaces.read_bytes())
-    del saved["mode"]
-    house.folder.spaces.write_bytes(msgspec.json.encode(saved))
-    assert len(house.restart().catalogue.spaces.spaces) == 2
-    assert house.node.mode == Mode.ON
+def test_what_was_declared_and_purged_outlives_the_node(house: House) -> None:
+    texts = [canonical_json({"model": f"m{i}", "extra": "x" * i}) for i in range(300)]
+    for text in texts:
+        house.ask(m.Declare(1, description_digest(text), text))
+    house.ask(m.Purge(1, model="m7"))
+    house.ask(m.Purge(1, tenant="nobody"))
+    house.ask(m.Purge(1, model="m8", older_than_s=10.0))
+    before = house.node.catalogue.spaces
+    after = house.restart().catalogue.spaces
+    assert [space.description for space in after.spaces] == [b"{}", *texts]
+    assert after.spaces == before.spaces
+    assert after.epoch == before.epoch == 4
+    assert after.spaces[8].epoch == 2
+    assert after.spaces[9].created_after > 0
+    assert house.ask(m.Declare(1, description_digest(texts[5]), texts[5])).count == 6
+    assert house.ask(declared(model="new")).count == 301
+
+
+def test_a_node_killed_within_a_declaration_leaves_none_of_it(house: House) -> None:
+    house.ask(declared(model="a"))
+    before = house.folder.spaces.read_bytes()
+    house.ask(declared(model="b"))
+    after = house.folder.spaces.read_bytes()
+    count = slice(16, 24)
+    house.folder.spaces.write_bytes(after[: count.start] + before[count] + after[count.stop :])
+    spaces = house.restart().catalogue.spaces.spaces
+    assert [space.description for space in spaces] == [b"{}", b'{"model":"a"}']
+    assert house.ask(declared(model="c")).count == 2
+    assert house.restart().catalogue.spaces.spaces[2].description == b'{"model":"c"}'
+
+
+@pytest.mark.parametrize("at", [0, 16, 64, 64 + 48, 64 + 48 + 16 + 16, 64 + 4096 * 48])
+def test_of_a_damaged_registry_what_is_sound_is_kept(house: House, at: int) -> None:
+    """At: the magic, the count, the first entry, a digest, a length, a description."""
+    house.ask(declared(model="a"))
+    house.ask(declared(model="b"))
+    body = bytearray(house.folder.spaces.read_bytes())
+    body[at : at + 8] = b"\xff" * 8
+    house.folder.spaces.write_bytes(body)
+    spaces = house.restart().catalogue.spaces
+    assert spaces.spaces[0].description == b"{}"
+    assert len(spaces.spaces) == (3 if at in (16, 64) else 1)
+    number = house.ask(declared(model="b")).count
+    assert house.restart().catalogue.spaces.spaces[number].description == b'{"model":"b"}'
+
+
+def test_a_declaration_writes_itself_alone_however_many_there_are(house: House) -> None:
+    path = house.folder.spaces
+    for i in range(50):
+        before, file = path.read_bytes(), path.stat().st_ino
+        house.ask(declared(model=f"{i}"))
+        after = path.read_bytes()
+        assert path.stat().st_ino == file
+        assert sum(a != b for a, b in zip(before, after, strict=True)) < 100

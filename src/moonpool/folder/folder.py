@@ -46,7 +46,7 @@ class Folder:
 
     @property
     def spaces(self) -> Path:
-        return self.path / "spaces.json"
+        return self.path / "spaces"
 
     @property
     def sessions(self) -> Path:

@@ -82,10 +82,11 @@ class Holds:
 
     def _answer(self, request: m.Match, hold: Hold, *, created: bool) -> Steps[m.Matched]:
         """What `match` answers with; nothing where the hold ends while a long one is being told."""
-        answer = m.Matched(request.id, hold.length, created, [], [], [], [], self.store.catalogue.spaces.epoch)
+        epoch = self.store.catalogue.spaces.epoch
+        answer = m.Matched(request.id, hold.length, created, [], [], [], [], epoch, [])
         if not request.extents:
             return answer
-        words = self.store.words
+        catalogue, words = self.store.catalogue, self.store.words
         for start in range(0, len(hold.slots), SLICE_KEYS):
             if start:
                 yield None
@@ -93,10 +94,11 @@ class Holds:
                     return m.Matched(request.id, 0, False)
             for slot in hold.slots[start : start + SLICE_KEYS]:
                 base = slot * RECORD_WORDS
-                answer.ids.append(self.store.catalogue.id_of(slot))
+                answer.ids.append(catalogue.id_of(slot))
                 answer.offsets.append(words[base + Field.OFFSET])
                 answer.sizes.append(words[base + Field.SIZE])
                 answer.words.append(words[base + Field.WORD_AND_SPACE] >> 32)
+                answer.checksums.append(words[base + Field.CHECKSUM] if catalogue.summed(slot) else 0)
         return answer
 
     def _hold(

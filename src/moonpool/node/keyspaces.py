@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.errors import FolderError, InvalidRequest, KeySpaceConflict, ReadOnly
+from moonpool.errors import InvalidRequest, KeySpaceConflict, ReadOnly
+from moonpool.folder.spaces import DIGEST_BYTES, SPACES_BYTES_MAX, SPACES_MAX, Marks, SpaceFile
 from moonpool.keys.canonical import DESCRIPTION_BYTES_MAX, canonical_json, description_digest
 from moonpool.keys.fingerprints import PAIRED_KEY_BYTES
 from moonpool.wire.messages import SpaceInfo
-
-DIGEST_BYTES = 16
-Marks = tuple[npt.NDArray[np.uint64], npt.NDArray[np.float64]]
-SPACES_MAX = 4096
-"""Key spaces a node keeps: each costs a line in memory; more of them than models × tenants is a mistake."""
-SPACES_BYTES_MAX = 1 << 20
-"""All their descriptions together: what one reply lists, and what is written anew at each change, in some 2 ms."""
-
-
-class _Saved(msgspec.Struct):
-    digest: bytes
-    description: bytes
-    epoch: int
-    created_after: float
-
-
-class _File(msgspec.Struct):
-    epoch: int
-    spaces: list[_Saved]
-    mode: int | None = None
 
 
 @dataclass(slots=True)
@@ -48,40 +27,38 @@ class KeySpace:
     live_bytes: int = 0
     epoch: int = 0
     created_after: float = 0.0
+    labels: dict[str, Any] = field(init=False)
+    """What a purge may name it by: `model` and `tenant`, where its description has them."""
+
+    def __post_init__(self) -> None:
+        told: dict[str, Any] = msgspec.json.decode(self.description)
+        self.labels = {name: told[name] for name in ("model", "tenant") if name in told}
 
 
-@dataclass(slots=True)
 class KeySpaces:
-    """All key spaces by number and digest; number 0 holds the keys of no declared space.
+    """All key spaces by number and digest; number 0 holds the keys of no declared space."""
 
-    Kept in a file beside the pool (`path`; None = in memory alone), replaced as a whole at each change.
-    """
+    def __init__(self, file: SpaceFile | None = None) -> None:
+        """What an earlier node kept in `file`; None = an empty registry in memory alone."""
+        self._file = SpaceFile.anonymous() if file is None else file
+        self.spaces: list[KeySpace] = []
+        self._by_digest: dict[bytes, int] = {}
+        for number, kept in enumerate(self._file.read()):
+            digest, description = (kept.digest, kept.description) if number else (b"", b"{}")
+            self.spaces.append(KeySpace(number, digest, description, 0, 0, kept.epoch, kept.created_after))
+            if number:
+                self._by_digest[digest] = number
+        self.epoch = self._file.epoch
+        """Counts purges. Each object carries the epoch in which it was reserved."""
 
-    path: Path | None = None
-    epoch: int = 1
-    """Counts purges. Each object carries the epoch in which it was reserved."""
-    mode: int | None = None
-    """The mode word, where the operator has set it; it outlives the node, as the rest does."""
-    spaces: list[KeySpace] = field(default_factory=lambda: [KeySpace(0, b"", b"{}")])
-    _by_digest: dict[bytes, int] = field(default_factory=dict)
+    @property
+    def mode(self) -> int | None:
+        """The mode word, where the operator has set it; it outlives the node, as the rest does."""
+        return self._file.mode
 
-    @classmethod
-    def load(cls, path: Path) -> KeySpaces:
-        """Read what an earlier node kept. A missing or unreadable file gives an empty registry."""
-        found = cls(path)
-        try:
-            saved = msgspec.json.decode(path.read_bytes(), type=_File)
-        except (OSError, msgspec.DecodeError):
-            return found
-        found.epoch, found.mode = saved.epoch, saved.mode
-        for number, space in enumerate(saved.spaces):
-            entry = KeySpace(number, space.digest, space.description, 0, 0, space.epoch, space.created_after)
-            if number == 0:
-                found.spaces[0] = entry
-            else:
-                found.spaces.append(entry)
-                found._by_digest[space.digest] = number
-        return found
+    @mode.setter
+    def mode(self, mode: int | None) -> None:
+        self._file.mode = mode
 
     def number_of(self, key: bytes) -> int:
         """The number of the space that a key belongs to; 0 where none was declared for it."""
@@ -104,7 +81,7 @@ class KeySpaces:
         if read_only:
             raise ReadOnly(f"key space {digest.hex()} is not declared yet, and a read-only session can't do it")
         _check_description(digest, description)
-        taken = sum(len(space.description) for space in self.spaces)
+        taken = self._file.texts_bytes
         if taken + len(description) > SPACES_BYTES_MAX:
             raise InvalidRequest(
                 f"the descriptions of key spaces take {taken} of {SPACES_BYTES_MAX} bytes, another {len(description)} "
@@ -112,13 +89,9 @@ class KeySpaces:
             )
         if len(self.spaces) >= SPACES_MAX:
             raise InvalidRequest(f"the node keeps {SPACES_MAX} key spaces already; purge it and restart it empty")
-        space = KeySpace(len(self.spaces), digest, description, epoch=0)
+        space = KeySpace(len(self.spaces), digest, description)
+        self._file.append(digest, description)
         self.spaces.append(space)
-        try:
-            self.save()
-        except FolderError:
-            self.spaces.pop()
-            raise
         self._by_digest[digest] = space.number
         return space
 
@@ -132,13 +105,26 @@ class KeySpaces:
             chosen = [self.spaces[self._by_digest[digest]] for digest in digests]
         for name, value in (("model", model), ("tenant", tenant)):
             if value:
-                chosen = [space for space in chosen if _describes(space.description, name, value)]
+                chosen = [space for space in chosen if space.labels.get(name) == value]
         return chosen
+
+    def cut(self, spaces: list[KeySpace], created_before: float | None) -> None:
+        """Begin a purge: of all that these spaces hold, or of what was created before a time."""
+        self.epoch = self._file.epoch = self.epoch + 1
+        for space in spaces:
+            if created_before is None:
+                space.epoch = self.epoch
+            else:
+                space.created_after = max(space.created_after, created_before)
+        self._file.mark(
+            [space.number for space in spaces],
+            [space.epoch for space in spaces],
+            [space.created_after for space in spaces],
+        )
 
     def marks(self) -> Marks:
         """Where purges cut, by key space: the first epoch, and the earliest time, of what they leave."""
-        epochs = np.array([space.epoch for space in self.spaces], np.uint64)
-        return epochs, np.array([space.created_after for space in self.spaces])
+        return self._file.marks()
 
     def covered(self, rows: npt.NDArray[Any], marks: Marks | None = None) -> npt.NDArray[np.bool_]:
         """Which of these records purges cover that cut where `marks` says, by default all up to now."""
@@ -155,26 +141,6 @@ class KeySpaces:
             for space in self.spaces
         ]
 
-    def save(self) -> None:
-        """Write the file anew, whole or not at all."""
-        if self.path is None:
-            return
-        body = msgspec.json.encode(
-            _File(
-                self.epoch,
-                [_Saved(s.digest, s.description, s.epoch, s.created_after) for s in self.spaces],
-                self.mode,
-            )
-        )
-        part = self.path.with_suffix(".part")
-        try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(fd, "wb") as file:
-                file.write(body)
-            os.replace(part, self.path)
-        except OSError as error:
-            raise FolderError(f"{self.path} can't be written: {error.strerror}") from error
-
 
 def _check_description(digest: bytes, description: bytes) -> None:
     """Raises `InvalidRequest` unless `description` is the canonical JSON of an object, and `digest` its digest."""
@@ -188,8 +154,3 @@ def _check_description(digest: bytes, description: bytes) -> None:
         raise InvalidRequest(f"a description is a JSON object: {error}") from None
     if canonical != description:
         raise InvalidRequest("a description is canonical JSON: keys sorted, no white space, strings in normal form C")
-
-
-def _describes(description: bytes, name: str, value: str) -> bool:
-    told: dict[str, Any] = msgspec.json.decode(description)
-    return told.get(name) == value

@@ -14,6 +14,7 @@ from moonpool.folder.folder import Folder
 from moonpool.folder.layout import Header, Mode
 from moonpool.folder.mapping import Mapping, create_file, reserve_file
 from moonpool.folder.records import Identity, Records
+from moonpool.folder.spaces import SpaceFile
 from moonpool.folder.table import TableWriter, table_bytes
 from moonpool.node.catalogue import Catalogue
 from moonpool.node.checksums import Checksums
@@ -75,10 +76,9 @@ class Node:
 
     def set_mode(self, mode: int) -> None:
         """The operator's switch: clients read it from the shared header at each call. Kept for the next node, unless
-        that is told a mode. Raises `FolderError`, with the switch set, where it can't be kept."""
+        that is told a mode."""
         self.catalogue.table.header[Header.MODE] = mode
         self.catalogue.spaces.mode = mode
-        self.catalogue.spaces.save()
 
     def close(self) -> None:
         """Let go of the files that stay open while a node serves; it doesn't any more."""
@@ -166,7 +166,7 @@ def _assemble(
     pool_id: bytes,
     incarnation: int,
 ) -> Node:
-    spaces = KeySpaces.load(folder.spaces) if folder is not None else KeySpaces()
+    spaces = KeySpaces(SpaceFile.open(folder.spaces) if folder is not None else None)
     if config.origins.get("mode", "default") != "default":
         spaces.mode = None  # what the node is told now goes before what was switched in an earlier one
     table = TableWriter(table_mapping, config.slots)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from moonpool.folder.layout import Flag, Header, State
+from moonpool.folder.spaces import Marks
 from moonpool.node.catalogue import Catalogue
-from moonpool.node.keyspaces import KeySpace, Marks
+from moonpool.node.keyspaces import KeySpace
 from moonpool.node.steps import Steps
 from moonpool.probes import ARMED, reach
 
 SLICE_RECORDS = 16_384
 """Records looked at for what time ends in one step, vectorised: some 400 us."""
 SLICE_PURGED = 8192
-"""Records compared with purges in one step, the same; columns of them, as copying whole rows takes four times as long."""
+"""Records compared with purges in one step, some 400 us: in columns, as copying whole rows takes four times as long."""
 
 SLICE_HIDDEN = 512
 """Objects taken out of the shared table in one step: each costs 1 us."""
@@ -37,19 +38,12 @@ class Sweeper:
         """
         catalogue = self.catalogue
         registry = catalogue.spaces
-        cut = catalogue.wall() - older_than_s
         before = registry.marks()
-        registry.epoch += 1
-        for space in spaces:
-            if older_than_s > 0:
-                space.created_after = max(space.created_after, cut)
-            else:
-                space.epoch = registry.epoch
-        catalogue.purging += 1
-        catalogue.table.header[Header.PURGE_EPOCH] = registry.epoch
         if ARMED:
             reach("node-purging")
-        registry.save()
+        registry.cut(spaces, catalogue.wall() - older_than_s if older_than_s > 0 else None)
+        catalogue.purging += 1
+        catalogue.table.header[Header.PURGE_EPOCH] = registry.epoch
         if ARMED:
             reach("node-purge-saved")
         count = 0

@@ -451,6 +451,12 @@ class ClientConformance(NodeConformance):
         client.drop_hold("load 1")
         assert client.stats().holds == 0
 
+    def test_a_hold_tells_the_checksums_that_are_known(self, client: moonpool.Client) -> None:
+        assert client.put("given", b"value", checksum=7) is Status.OK
+        found = client.match([Group(["given"])], hold="verified", extents=True)
+        assert found.extents is not None and found.extents.checksums == [7]
+        client.release_hold("verified")
+
     def test_a_hold_may_be_asked_for_without_waiting(self, client: moonpool.Client) -> None:
         client.put_many(["a", "b"], [b"1", b"2"])
         absent = client.begin_match([Group(["absent"])], "request 3")
