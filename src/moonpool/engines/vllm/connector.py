@@ -106,6 +106,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 _say_off(error)
                 self._worker = Bystander(str(error))
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until this worker's copies run at full speed, which takes seconds where a large pool is registered with
+        CUDA. Until then they are slower; nothing needs to wait but a measurement. False where it isn't in time."""
+        return isinstance(self._worker, Worker) and self._worker.wait_ready(timeout_s)
+
     @guarded(lambda self: None)
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if self._worker is not None:

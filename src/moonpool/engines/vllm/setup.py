@@ -98,8 +98,6 @@ def _mover(attachment: Attachment, regions: tuple[Region, ...], device: Any, set
         return HostMover(attachment.pool.bytes, regions)
     if device.type != "cuda":
         raise Unsupported(f"KV cache on a device of type {device.type!r} isn't supported")
-    from moonpool.gpu.device import DeviceMover
-    from moonpool.gpu.registration import Registration
+    from moonpool.gpu.pool import PoolMover
 
-    registration = Registration(attachment.pool, device=device.index or 0)
-    return DeviceMover(attachment.pool, regions, registration, device, staging_bytes=settings.staging_bytes)
+    return PoolMover(attachment, regions, device, staging_bytes=settings.staging_bytes)

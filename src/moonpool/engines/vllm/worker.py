@@ -75,6 +75,8 @@ class Worker:
         self._loading: dict[str, Loading] = {}
         self._storing: list[Storing] = []
         self._finishing: set[str] = set()
+        self._mark: object | None = None
+        """What the engine's stream had to do before this step: loads come after it, not after the step's forward."""
         self._counted_until = 0.0
         """Loads overlap: seconds until here are counted as spent on loading already."""
         self._failed_blocks: set[int] = set()
@@ -92,6 +94,7 @@ class Worker:
         """Blocks of preempted requests may be written to from now on: wait until no store reads them any more."""
         if metadata.space:
             self.spaces.tell(metadata.space)
+        self._mark = self._mover.mark() if metadata.loads and self._mover is not None else None
         if metadata.preempted:
             for storing in self._storing:
                 if any(save.request_id in metadata.preempted for save in storing.saves):
@@ -198,6 +201,16 @@ class Worker:
             self._pool_id = attachment.pool_id
         return True
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until copies run at full speed: a pool is attached, and known to the device."""
+        deadline = self._clock() + timeout_s
+        while not self._attached():
+            if self._clock() > deadline:
+                return False
+            time.sleep(0.05)
+        ready = getattr(self._mover, "wait_ready", None)
+        return bool(ready is None or ready(deadline - self._clock()))
+
     def attach(self) -> None:
         """Get ready before the first request, if there is a node already."""
         try:
@@ -217,7 +230,7 @@ class Worker:
                 raise MoonpoolError(f"an object of {extent.size} bytes where this worker's have {expected}")
             transfers.append(Transfer(extent.offset, part.group, part.blocks))
             loading.size += extent.size
-        return self._mover.load(transfers, after=self._mover.mark())
+        return self._mover.load(transfers, after=self._mark)
 
     def _conclude(self, loading: Loading) -> None:
         """A load's I/O has ended: are its bytes good?"""
