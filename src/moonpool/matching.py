@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
@@ -57,6 +57,8 @@ class Extents:
     offsets: list[int]
     sizes: list[int]
     words: list[int]
+    checksums: list[int] = field(default_factory=list, compare=False)
+    """xxh3-64 of each object's bytes; 0 where it isn't known yet."""
 
 
 @dataclass(frozen=True, slots=True)

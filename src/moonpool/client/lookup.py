@@ -94,7 +94,10 @@ class Lookup(Reading, Base):
         if not reply.ids:  # a node of the version before doesn't tell where objects lie
             self.drop_hold(asked.hold)
             return Match(0)
-        where = Extents(attachment.pool_id, reply.epoch, reply.ids, reply.offsets, reply.sizes, reply.words)
+        where = Extents(
+            attachment.pool_id, reply.epoch, reply.ids, reply.offsets, reply.sizes, reply.words,
+            reply.checksums or [0] * len(reply.ids),  # a node of the version before doesn't tell
+        )  # fmt: skip
         return Match(reply.length, asked.hold, where)
 
     def adopt(self, hold: str) -> Views:

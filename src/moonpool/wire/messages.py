@@ -254,6 +254,7 @@ class Matched(Message, frozen=True, tag=72):
     sizes: list[int] = []
     words: list[int] = []
     epoch: int = 0
+    checksums: list[int] = []  # 0 = not known yet
 
 
 class Adopt(Message, frozen=True, tag=16):
