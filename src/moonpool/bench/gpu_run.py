@@ -21,7 +21,7 @@ from moonpool.bench.keys import Keys
 from moonpool.bench.local import Progress
 from moonpool.bench.node import wait_until_settled
 from moonpool.errors import MoonpoolError
-from moonpool.gpu.device import DeviceMover, TorchDevice
+from moonpool.gpu.device import DeviceMover, RegisteredPool, TorchDevice
 from moonpool.gpu.kernels import groups
 from moonpool.gpu.mover import Plane, Region, Ticket, Transfer
 from moonpool.gpu.plan import Piece, parts, split
@@ -396,8 +396,10 @@ class _Run:
     def _transfers(self, cache: _Cache, extent: int, numbers: Sequence[int], region: int = 0) -> list[Transfer]:
         return [Transfer(self.extents[extent] + i * OBJECT_BYTES, region, cache.ids[i]) for i in numbers]
 
-    def _mover(self, regions: list[Region], registration: Any = None) -> Any:
-        return DeviceMover(self.pool, regions, registration or self.registration, self.device)
+    def _mover(self, regions: list[Region], registration: RegisteredPool | None = None) -> DeviceMover:
+        registration = registration or self.registration
+        assert registration is not None
+        return DeviceMover(self.pool, regions, registration, self.device)
 
     def _cache(self, piece_bytes: int) -> _Cache:
         return _Cache(self.torch, self.device, piece_bytes, self.scale.objects, self.random)
