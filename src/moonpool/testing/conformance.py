@@ -440,7 +440,8 @@ class ClientConformance(NodeConformance):
         window = Group(keys, "window", window=3)
         found = client.match([Group(keys), window], hold="load 1", extents=True)
         where = found.extents
-        assert where is not None and found.length == 700 and len(where.offsets) == 703
+        assert where is not None
+        assert (found.length, len(where.offsets)) == (700, 703)
         pool = client.link.attachment.pool.bytes
         lying = [pool[o : o + s].tobytes() for o, s in zip(where.offsets, where.sizes, strict=True)]
         assert lying == values + values[-3:], "in the order of the groups' needed keys"
@@ -454,16 +455,18 @@ class ClientConformance(NodeConformance):
     def test_a_hold_tells_the_checksums_that_are_known(self, client: moonpool.Client) -> None:
         assert client.put("given", b"value", checksum=7) is Status.OK
         found = client.match([Group(["given"])], hold="verified", extents=True)
-        assert found.extents is not None and found.extents.checksums == [7]
+        assert found.extents is not None
+        assert found.extents.checksums == [7]
         client.release_hold("verified")
 
     def test_a_hold_may_be_asked_for_without_waiting(self, client: moonpool.Client) -> None:
         client.put_many(["a", "b"], [b"1", b"2"])
         absent = client.begin_match([Group(["absent"])], "request 3")
-        assert isinstance(absent, moonpool.Match) and absent.length == 0, "shared memory has the answer"
+        assert absent == moonpool.Match(0), "shared memory has the answer"
         pending = client.begin_match([Group(["a", "b"])], "request 3", extents=True)
         assert not isinstance(pending, moonpool.Match)
-        assert pending.wait(10.0) and pending.result().length == 2
+        assert pending.wait(10.0)
+        assert pending.result().length == 2
         client.release_hold("request 3")
         given_up = client.begin_match([Group(["a", "b"])], "request 4")
         assert not isinstance(given_up, moonpool.Match)
