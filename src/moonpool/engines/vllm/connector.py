@@ -15,8 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from moonpool.engines.vllm import compat, setup
 from moonpool.engines.vllm.bystander import Bystander
-from moonpool.engines.vllm.guard import guarded
+from moonpool.engines.vllm.guard import guarded, note_fault
 from moonpool.engines.vllm.metadata import StepMetadata
+from moonpool.engines.vllm.metrics import MoonpoolPromMetrics, MoonpoolStats
 from moonpool.engines.vllm.scheduler import Scheduler
 from moonpool.engines.vllm.worker import Worker
 
@@ -90,6 +91,30 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self: ())
     def take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    @guarded(lambda self: None)
+    def get_kv_connector_stats(self) -> MoonpoolStats | None:
+        # Workers have none of their own: what they count comes with their reports.
+        figures = self._scheduler.take_figures() if self._scheduler is not None else None
+        return None if figures is None else MoonpoolStats(figures)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MoonpoolStats:
+        return MoonpoolStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MoonpoolPromMetrics | None:
+        try:
+            return MoonpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception as error:  # the engine's own metrics go on
+            note_fault("build_prom_metrics", error)
+            return None
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
+from moonpool.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from moonpool.engines.vllm.identity import RankReport
 
 
@@ -19,6 +18,8 @@ class Extent(NamedTuple):
     id: int
     word: int
     """Of the shared table: it names the object's generation for as long as nobody has touched it."""
+    checksum: int = 0
+    """Of its bytes, where loads are verified."""
 
 
 class Part(NamedTuple):
@@ -47,6 +48,11 @@ class Load:
         """All blocks that the load writes."""
         return {block for part in self.parts for block in part.blocks if block >= 0}
 
+    @classmethod
+    def of_nothing(cls, request_id: str, blocks: Sequence[int], tokens: int) -> Load:
+        """A load that fails wherever it is tried: for a request that the engine has wait for one."""
+        return cls(request_id, b"", 0, (Part(0, tuple(blocks), ()),), tokens)
+
 
 class Piece(NamedTuple):
     """One object to be stored: the digest of what it holds, and per KV group the blocks that hold it."""
@@ -70,11 +76,23 @@ class Save:
     pieces: tuple[Piece, ...]
 
 
+class Check(NamedTuple):
+    """What of a hit was computed all the same, to be compared with what is stored: shadow mode."""
+
+    load: Load
+    """What would have been loaded: the same objects, and the blocks that hold what was computed."""
+    adapter: str
+    digests: tuple[bytes, ...]
+    """Of each part's object."""
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     """One step's work."""
 
     loads: list[Load] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    """Of requests whose blocks are complete with this step's forward."""
     saves: list[Save] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     """Their blocks may be written to from this step on."""
@@ -84,37 +102,105 @@ class StepMetadata(KVConnectorMetadata):
     """The engine's key space as JSON, told whenever it changes: workers store under this one."""
 
 
+class Moved(NamedTuple):
+    """Bytes, and how long they had the wire for themselves."""
+
+    size: int
+    time_s: float
+
+
+NO_BYTES = Moved(0, 0.0)
+
+
+class Checked(NamedTuple):
+    """How a check went, on so many ranks; in objects."""
+
+    ranks: int
+    same: int = 0
+    different: int = 0
+    dropped: int = 0
+    """They went away meanwhile, or couldn't be read."""
+
+
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """What one step's workers have to tell; of several ranks' reports one is made."""
 
     read: dict[int, int] = field(default_factory=dict)
     """Per save: on how many ranks its blocks have been read."""
-    loaded_bytes: int = 0
-    load_s: float = 0.0
+    loaded: dict[str, Moved] = field(default_factory=dict)
+    """Per request whose load has ended well: bytes of all ranks, seconds of the slowest."""
     failed: dict[str, str] = field(default_factory=dict)
     """Requests whose load failed on a rank, and why."""
+    stored_objects: int = 0
+    """Of the first KV group."""
+    stored: Moved = NO_BYTES
+    """Of all KV groups, ranks and seconds added up."""
+    unstored: dict[str, int] = field(default_factory=dict)
+    """Objects that weren't stored, by reason."""
+    checks: dict[str, Checked] = field(default_factory=dict)
+    """Per request that was checked."""
     errors: list[str] = field(default_factory=list)
     ranks: tuple[RankReport, ...] = ()
     """What a worker says of itself, once."""
+    off: str = ""
+    """Why a worker can't go on with the pool, for good."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """One report of both. Neither is changed."""
         assert isinstance(other, WorkerReport)
-        read = dict(self.read)
-        for number, ranks in other.read.items():
-            read[number] = read.get(number, 0) + ranks
         return WorkerReport(
-            read,
-            self.loaded_bytes + other.loaded_bytes,
-            max(self.load_s, other.load_s),
+            _joined(self.read, other.read, int.__add__),
+            _joined(self.loaded, other.loaded, lambda a, b: Moved(a.size + b.size, max(a.time_s, b.time_s))),
             self.failed | other.failed,
+            self.stored_objects + other.stored_objects,
+            Moved(self.stored.size + other.stored.size, self.stored.time_s + other.stored.time_s),
+            _joined(self.unstored, other.unstored, int.__add__),
+            _joined(self.checks, other.checks, lambda a, b: Checked(*map(sum, zip(a, b, strict=True)))),
             self.errors + other.errors,
             self.ranks + other.ranks,
+            self.off or other.off,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.read or self.loaded_bytes or self.failed or self.errors or self.ranks)
+        return bool(
+            self.read
+            or self.loaded
+            or self.failed
+            or self.stored_objects
+            or self.stored.size
+            or self.unstored
+            or self.checks
+            or self.errors
+            or self.ranks
+            or self.off
+        )
+
+
+class Ended(NamedTuple):
+    """What has ended on a worker since it was last asked; each request is named once in each set."""
+
+    sent: set[str]
+    """Finished requests whose blocks no store reads any more."""
+    received: set[str]
+    """Requests whose load has ended, well or not."""
+    failed: set[str]
+    """Those of them whose blocks don't hold what was to be loaded."""
+    failed_blocks: set[int]
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def _joined(
+    one: dict[Key, Value], other: dict[Key, Value], add: Callable[[Value, Value], Value]
+) -> dict[Key, Value]:
+    """Both, with what stands in both added up."""
+    joined = dict(one)
+    for key, value in other.items():
+        joined[key] = add(joined[key], value) if key in joined else value
+    return joined
 
 
 def own_extents(load: Load, rank: int) -> Sequence[tuple[Part, Extent]]:

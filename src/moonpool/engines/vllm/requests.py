@@ -7,6 +7,7 @@ from typing import Any
 
 from moonpool import Match
 from moonpool.client.lookup import PendingMatch
+from moonpool.engines.vllm.metadata import NO_BYTES, Moved
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +31,15 @@ class Tracked:
     """Tokens that the GPU had when the match was last used."""
     asked: bool = False
     """It has been counted as looked up."""
+    declined: bool = False
+    """It has been counted as a hit that was not used."""
     loading: bool = False
     load_tokens: int = 0
     load_began: float = 0.0
+    moved: Moved = NO_BYTES
+    """What its load has moved, as far as ranks have told."""
+    load_error: str = ""
+    """What went wrong with its load on some rank."""
     load_failed: bool = False
     """Its load went wrong once: it is computed, and not looked up again."""
     shadowed: bool = False

@@ -17,14 +17,24 @@ from moonpool.client.lookup import PendingMatch
 from moonpool.engines.vllm import compat
 from moonpool.engines.vllm.admission import Admission
 from moonpool.engines.vllm.guard import note_fault
-from moonpool.engines.vllm.metadata import Extent, Load, Part, Piece, Save, StepMetadata, WorkerReport
+from moonpool.engines.vllm.metadata import (
+    NO_BYTES,
+    Extent,
+    Load,
+    Moved,
+    Part,
+    Piece,
+    Save,
+    StepMetadata,
+    WorkerReport,
+)
 from moonpool.engines.vllm.notes import encode_note
 from moonpool.engines.vllm.plan import Plan
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.requests import Tracked
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.spaces import Spaces
-from moonpool.engines.vllm.stats import Tally
+from moonpool.engines.vllm.stats import Figures, Tally
 from moonpool.errors import MoonpoolError
 from moonpool.matching import needed
 
@@ -92,10 +102,19 @@ class Scheduler:
             tracked.match = found
         length = min(tracked.match.length, request.num_tokens)
         tokens = length - computed
-        if tokens < max(1, self.settings.load_min_tokens) or not self.admission.admits(tokens):
-            self._let_go(tracked)
-            return 0, False
+        if tokens < max(1, self.settings.load_min_tokens):
+            return self._decline(tracked, "too short", tokens)
+        if not self.admission.admits(tokens):
+            return self._decline(tracked, "prefill is faster", tokens)
         return tokens, True
+
+    def _decline(self, tracked: Tracked, reason: str, tokens: int) -> tuple[int, bool]:
+        """The answer where a hit of so many tokens isn't used. Counted once a request, however often it is asked."""
+        self._let_go(tracked)
+        if tokens > 0 and not tracked.declined:
+            tracked.declined = True
+            self.tally.skipped(reason, tokens)
+        return 0, False
 
     def _workers_may_come(self) -> bool:
         """Whether to have a request wait for the workers' first reports, which come with the first step's output."""
@@ -135,7 +154,10 @@ class Scheduler:
             tracked.asked = True
             self.tally.asked(len(groups[0].keys) * self.plan.tokens_per_object, found)
             self.admission.asked_for(self._digests(tracked))
-        return found - computed >= max(1, self.settings.load_min_tokens)
+        if found - computed < max(1, self.settings.load_min_tokens):
+            self._decline(tracked, "too short", found - computed)
+            return False
+        return True
 
     def _ask(self, tracked: Tracked, groups: list[Group]) -> Match | None:
         """The match, with its hold; None while the node hasn't answered, a miss where it takes too long."""
@@ -186,7 +208,7 @@ class Scheduler:
         tracked.saved = until // self.plan.tokens_per_object
         self._loads_due.append(load)
         tracked.load_tokens, tracked.load_began = tokens, self._clock()
-        self.admission.load_began(tokens)
+        tracked.moved, tracked.load_error = NO_BYTES, ""
 
     def _parts(
         self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int
@@ -216,6 +238,7 @@ class Scheduler:
 
     def step(self, output: Any) -> StepMetadata:
         """What this step's workers are to do."""
+        self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
         metadata = self.bare_step()
         try:
             self._fill(metadata, output)
@@ -239,7 +262,6 @@ class Scheduler:
                 metadata.saves.append(save)
         if self.spaces.told != self._told_space:
             self._told_space = metadata.space = self.spaces.told
-        self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
 
     def bare_step(self) -> StepMetadata:
         """A step with nothing but what the engine waits for: loads into blocks that it has set aside, and word of
@@ -261,7 +283,6 @@ class Scheduler:
                     number = next(self._numbers)
                     tracked.unread.add(number)
                     self._saves[number] = tracked, self.plan.ranks
-                    self.tally.stored(len(pieces) * self.plan.tokens_per_object)
                     yield Save(number, request_id, tracked.adapter, tuple(pieces))
 
     def _storable(self, tracked: Tracked, computed: int) -> int:
@@ -302,23 +323,12 @@ class Scheduler:
 
     def reported(self, finished_loads: Sequence[str], report: WorkerReport | None) -> None:
         """Take in what the workers have done."""
-        failed = report.failed if report is not None else {}
+        if report is not None:
+            self._note_loads(report)
         for request_id in finished_loads:
             tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
-            if tracked is None or not tracked.loading:
-                continue
-            tracked.loading = False
-            why = failed.get(request_id)
-            self.admission.load_ended(tracked.load_tokens)
-            if why is None:
-                took_s, prefill_s = self._clock() - tracked.load_began, self.admission.prefill_s(tracked.load_tokens)
-                self.tally.loaded(tracked.load_tokens, took_s, prefill_s)
-                self.pool.succeeded()
-            else:
-                self.tally.failed(tracked.load_tokens, why)
-                tracked.load_failed, tracked.saved = True, 0
-                self.pool.failed(why)
-            self._let_go(tracked)
+            if tracked is not None and tracked.loading:
+                self._load_ended(tracked)
         if report is None:
             return
         if report.ranks:
@@ -327,7 +337,12 @@ class Scheduler:
                 self.pool.turn_off(why)
             elif self.spaces.complete:
                 self.admission.bytes_per_token = self.spaces.object_bytes / self.plan.tokens_per_object
-        self.admission.loaded(report.loaded_bytes, report.load_s)
+        if report.stored.size:
+            shards = len(self.spaces.prefixes("", 0))
+            tokens = report.stored_objects * self.plan.tokens_per_object // shards
+            self.tally.stored(tokens, *report.stored)
+        for reason, objects in report.unstored.items():
+            self.tally.not_stored(reason, objects)
         for error in report.errors:
             self.pool.failed(error)
         for number, ranks in report.read.items():
@@ -338,6 +353,36 @@ class Scheduler:
                 self._saves[number] = tracked, missing - ranks
             else:
                 tracked.unread.discard(number)
+
+    def _note_loads(self, report: WorkerReport) -> None:
+        """What ranks say of loads: of one request maybe in several steps' reports, before the last rank is done."""
+        for request_id, moved in report.loaded.items():
+            if (tracked := self._ending.get(request_id) or self._tracked.get(request_id)) is not None:
+                before = tracked.moved
+                tracked.moved = Moved(before.size + moved.size, max(before.time_s, moved.time_s))
+        for request_id, why in report.failed.items():
+            if (tracked := self._ending.get(request_id) or self._tracked.get(request_id)) is not None:
+                tracked.load_error = why
+
+    def _load_ended(self, tracked: Tracked) -> None:
+        """On all ranks."""
+        tracked.loading = False
+        tokens, (size, load_s) = tracked.load_tokens, tracked.moved
+        if not tracked.load_error:
+            cost_s = self.admission.loaded(size, load_s, tracked.load_began, self._clock())
+            self.tally.loaded(tokens, size, load_s, cost_s, self.admission.prefill_s(tokens))
+            self.pool.succeeded()
+        else:
+            self.tally.failed(tokens, tracked.load_error)
+            tracked.load_failed, tracked.saved = True, 0
+            self.pool.failed(tracked.load_error)
+        self._let_go(tracked)
+
+    def take_figures(self) -> Figures | None:
+        """What is to be counted since the last call; None for nothing. Called once each time that a step's output has
+        been taken in, so it also tells that the step has ended."""
+        self.admission.step_ended(self._clock())
+        return self.tally.take()
 
     def finished(self, request: Any) -> bool:
         """The request is gone for the engine. True: its blocks are still being read, workers will say when not."""

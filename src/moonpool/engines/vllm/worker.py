@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from moonpool.client.attachment import Attachment
 from moonpool.client.writing import Reservations
 from moonpool.engines.vllm.bystander import Bystander
-from moonpool.engines.vllm.metadata import Extent, Load, Save, StepMetadata, WorkerReport, own_extents
+from moonpool.engines.vllm.metadata import Extent, Load, Moved, Save, StepMetadata, WorkerReport, own_extents
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.spaces import RankSpaces
@@ -48,7 +48,10 @@ class Storing:
 
     ticket: Ticket
     reservations: Reservations
+    groups: list[int]
+    """Of each reservation its KV group."""
     size: int
+    began: float
     saves: list[Save] = field(default_factory=list)
 
 
@@ -83,7 +86,7 @@ class Worker:
         self._report = WorkerReport(ranks=(spaces.report,))
         self._stored: SimpleQueue[Storing | None] = SimpleQueue()
         self._storing_bytes = 0
-        self._told: SimpleQueue[str] = SimpleQueue()
+        self._told: SimpleQueue[WorkerReport] = SimpleQueue()
         """What the committing thread has to report."""
         self._committer = threading.Thread(target=self._commit_all, name="moonpool-commit", daemon=True)
         self._committer.start()
@@ -118,8 +121,11 @@ class Worker:
             return
         saves, storing = metadata.saves, None
         try:
-            if self._attached() and self._storing_bytes < self.settings.store_inflight_bytes:
-                storing = self._store(saves)
+            if self._attached():
+                if self._storing_bytes < self.settings.store_inflight_bytes:
+                    storing = self._store(saves)
+                else:
+                    self._unstored("too much under way", sum(len(save.pieces) for save in saves) * len(self.regions))
         except (MoonpoolError, ValueError) as error:
             self._report.errors.append(f"{error}")
         if storing is None:
@@ -159,7 +165,7 @@ class Worker:
     def report(self) -> WorkerReport | None:
         """What has happened since the last report; None for nothing."""
         while not self._told.empty():
-            self._report.errors.append(self._told.get())
+            self._report = self._report.aggregate(self._told.get())
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -242,9 +248,8 @@ class Worker:
             self._failed_blocks |= load.blocks
             self._report.failed[load.request_id] = error
             return
-        self._report.loaded_bytes += loading.size
         now = self._clock()
-        self._report.load_s += now - max(loading.began, self._counted_until)
+        self._report.loaded[load.request_id] = Moved(loading.size, now - max(loading.began, self._counted_until))
         self._counted_until = now
 
     def _store(self, saves: list[Save]) -> Storing | None:
@@ -259,6 +264,8 @@ class Worker:
             wait_s=0.0,
             metadata=[note for *_, note in wanted],
         )
+        if short := reservations.statuses.count(Status.NO_SPACE) + reservations.statuses.count(Status.TOO_LARGE):
+            self._unstored("no room", short)
         try:
             transfers = [
                 Transfer(item.offset, group, blocks)
@@ -272,7 +279,7 @@ class Worker:
             reservations.abort()  # nothing was started
             raise
         size = sum(self.regions[transfer.region].object_bytes for transfer in transfers)
-        return Storing(ticket, reservations, size, saves)
+        return Storing(ticket, reservations, [group for _, group, *_ in wanted], size, self._clock(), saves)
 
     def _wanted(self, saves: list[Save]) -> Iterator[tuple[bytes, int, tuple[int, ...], bytes]]:
         """Key, KV group, blocks and note of each object that this rank is to store."""
@@ -285,20 +292,30 @@ class Worker:
                         seen.add(key)
                         yield key, group, blocks, piece.note
 
+    def _unstored(self, reason: str, objects: int) -> None:
+        self._report.unstored[reason] = self._report.unstored.get(reason, 0) + objects
+
     def _mark_read(self, saves: list[Save]) -> None:
         for save in saves:
             self._report.read[save.number] = self._report.read.get(save.number, 0) + 1
 
     def _commit_all(self) -> None:
         """The committing thread: a store becomes visible when all its bytes are in the pool, never before."""
+        counted_until = 0.0
         while (storing := self._stored.get()) is not None:
             try:
                 storing.ticket.wait()
+                now = self._clock()
+                took_s, counted_until = now - max(storing.began, counted_until), now
                 if storing.ticket.error is not None:
+                    objects = storing.reservations.statuses.count(Status.OK)
                     storing.reservations.abort()
-                    self._told.put(storing.ticket.error)
-                else:
-                    storing.reservations.commit()
+                    self._told.put(WorkerReport(unstored={"copy failed": objects}, errors=[storing.ticket.error]))
+                    continue
+                statuses = storing.reservations.commit()
+                groups = [g for g, status in zip(storing.groups, statuses, strict=True) if status is Status.OK]
+                size = sum(self.regions[group].object_bytes for group in groups)
+                self._told.put(WorkerReport(stored_objects=groups.count(0), stored=Moved(size, took_s)))
             except MoonpoolError as error:
                 log.info("a step's stores are lost: %s", error)
             except Exception:  # a thread that ends would leave every later store reserved
