@@ -148,6 +148,7 @@ def test_a_store_waits_for_the_forward_that_writes_its_blocks_and_a_load_for_the
     a = torch.randn(8192, 8192, device="cuda")
     stored, loaded = Transfer(0, 0, tuple(range(16))), Transfer(64 << 20, 0, tuple(range(32, 48)))
     engine = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(engine):
         for _ in range(40):
             a @ a
@@ -252,6 +253,11 @@ def test_the_library_is_the_one_that_torch_has_loaded() -> None:
     assert find_library() in Path("/proc/self/maps").read_text()
 
 
+def test_errors_are_named() -> None:
+    with pytest.raises(CudaError, match=r"cudaHostUnregister: .* \(CUDA error \d+\)"):
+        Runtime().unregister(4096)
+
+
 def test_registering_during_a_graphs_capture_doesnt_end_the_capture(pool: Mapping) -> None:
     """An engine captures its graphs at the same time."""
     a = torch.zeros(1000, device="cuda")
@@ -266,8 +272,3 @@ def test_registering_during_a_graphs_capture_doesnt_end_the_capture(pool: Mappin
     assert int(a.sum()) == 1000
     assert registration.refused is None
     registration.close()
-
-
-def test_errors_are_named() -> None:
-    with pytest.raises(CudaError, match=r"cudaHostUnregister: .* \(CUDA error \d+\)"):
-        Runtime().unregister(4096)
