@@ -194,6 +194,9 @@ class FakeDevice:
     def current_stream(self) -> int:
         return self.engine
 
+    def settle(self) -> None:
+        self.cuda.run()
+
     def kernels(self) -> FakeKernels:
         return FakeKernels(self.cuda)
 

@@ -11,7 +11,8 @@ import pytest
 
 from moonpool.gpu import lane as lanes
 from moonpool.gpu.device import DeviceMover
-from moonpool.gpu.mover import SKIP, MoverFailed, Transfer
+from moonpool.gpu.host import HostMover
+from moonpool.gpu.mover import SKIP, Mover, MoverFailed, Ticket, Transfer
 from moonpool.gpu.tickets import DeviceTicket
 from moonpool.testing.node import eventually
 from tests.gpu.caches import Cache, Shapes
@@ -273,6 +274,14 @@ def test_closing_a_hung_device_gives_up_and_frees_nothing(monkeypatch: pytest.Mo
     setup.mover.close()
     assert not ticket.done()
     assert device._hung.pop() is setup.mover
+
+
+def test_movers_are_movers(setup: Setup) -> None:
+    movers: list[Mover] = [setup.mover, HostMover(setup.bytes, setup.cache.regions)]
+    for mover in movers:
+        ticket: Ticket = mover.load([], after=mover.mark())
+        assert ticket.wait(10)
+    movers[1].close()
 
 
 def test_what_doesnt_fit_is_refused_before_anything_starts(setup: Setup) -> None:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from moonpool.folder.mapping import Mapping
 from moonpool.gpu.cudart import Cuda, CudaError
@@ -43,6 +43,9 @@ class Device(Memory, Protocol):
         """The stream that the engine submits to, in the calling thread."""
 
     def kernels(self) -> Kernels: ...
+    def settle(self) -> None:
+        """Wait until all that was submitted by now has ended: what was allocated may still be in use, what was
+        uploaded be on its way."""
 
 
 class TorchDevice:
@@ -67,6 +70,9 @@ class TorchDevice:
     def current_stream(self) -> int:
         return int(self._torch.cuda.current_stream(self._device).cuda_stream)
 
+    def settle(self) -> None:
+        self._torch.cuda.synchronize(self._device)
+
     def kernels(self) -> Kernels:
         with self._torch.cuda.device(self._device):
             found, said = choose(self._device, lambda table: self._torch.from_numpy(table).to(self._device))
@@ -84,9 +90,9 @@ class RegisteredPool(Pool, Protocol):
 class DeviceMover:
     """Copies between the pool and KV blocks on `device` without ever waiting for it.
 
-    Call it from threads whose current CUDA device is this one. The planes' memory and the registration must outlive
-    it until `close()` has returned. Building it compiles the kernels (a second, the first time on a machine) and
-    takes `staging_bytes` of the device's memory.
+    Build and call it in threads whose current CUDA device is this one. `after` is a mark, or an event of torch's. The
+    planes' memory and the registration must outlive it until `close()` has returned. Building it waits for the device,
+    compiles the kernels (a second, the first time on a machine) and takes `staging_bytes` of the device's memory.
     """
 
     def __init__(
@@ -110,11 +116,12 @@ class DeviceMover:
         self._helper_lock = threading.Lock()
         kernels = None if all(is_direct(region) for region in self.regions) else self._device.kernels()
         self._load, self._store = (self._lane(load, staging_bytes // 2, kernels) for load in (True, False))
+        self._device.settle()
 
-    def load(self, transfers: Sequence[Transfer], *, after: Event | None = None) -> DeviceTicket:
+    def load(self, transfers: Sequence[Transfer], *, after: object | None = None) -> DeviceTicket:
         return self._submit(self._load, transfers, after)
 
-    def store(self, transfers: Sequence[Transfer], *, after: Event | None = None) -> DeviceTicket:
+    def store(self, transfers: Sequence[Transfer], *, after: object | None = None) -> DeviceTicket:
         if not self._mapping.writable:
             raise ValueError("the pool is mapped read-only: nothing can be stored")
         return self._submit(self._store, transfers, after)
@@ -168,12 +175,12 @@ class DeviceMover:
             overflow=self._call_helper,
         )
 
-    def _submit(self, lane: Lane, transfers: Sequence[Transfer], after: Event | None) -> DeviceTicket:
+    def _submit(self, lane: Lane, transfers: Sequence[Transfer], after: object | None) -> DeviceTicket:
         check(transfers, self.regions, self._mapping.size)
         if self._error is not None:
             raise MoverFailed(self._error)
         ticket = DeviceTicket(self._cuda, self._events, lane.advance)
-        lane.submit(ticket, transfers, after)
+        lane.submit(ticket, transfers, cast("Event | None", after))
         return ticket
 
     def _fail(self, error: Exception) -> None:

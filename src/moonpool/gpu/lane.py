@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from moonpool.gpu.cudart import Cuda
 from moonpool.gpu.kernels import Ids, Kernels, Launch, groups
 from moonpool.gpu.mover import MoverFailed, Region, Transfer
@@ -64,6 +62,15 @@ class Slot:
     filled: int
     emptied: int = 0
     """The event after which it may be filled anew; 0: it is fresh."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """What one step puts into a slot, and the kernels that move it."""
+
+    slot: Slot
+    ids: Ids
+    launches: list[Launch]
 
 
 @dataclass(slots=True)
@@ -128,6 +135,7 @@ class Lane:
         self._staging = memory.device(slot_bytes * SLOTS)
         self._tables = memory.device(ids_max * 8 * SLOTS)
         self._ids = memory.pinned(ids_max * STEPS_MAX).reshape(STEPS_MAX, ids_max)
+        self._ids_address = int(self._ids.ctypes.data)
         for number in range(SLOTS):
             address = self._staging.data_ptr() + number * slot_bytes
             self._slots.append(Slot(address, self._tables.data_ptr() + number * ids_max * 8, self._cuda.event()))
@@ -268,9 +276,8 @@ class Lane:
             self._cuda.record(ended, self._wire)
         else:
             slot = self._slots[self._staged % SLOTS]
-            ids = self._stage_ids(step, step.part, number)
-            launches = self._launches[step.region, step.part]
-            (self._load_step if self.load else self._store_step)(batch, cuts, slot, ids, launches, ended)
+            staged = Staged(slot, self._stage_ids(step, step.part, number), self._launches[step.region, step.part])
+            (self._load_step if self.load else self._store_step)(batch, cuts, staged, ended)
             slot.emptied = ended
             self._staged += 1
         batch.steps.popleft()
@@ -279,27 +286,25 @@ class Lane:
         self._in_flight.append((ended, operations))
         self._operations += operations
 
-    def _load_step(self, batch: Batch, cuts: Cuts, slot: Slot, ids: Ids, launches: list[Launch], ended: int) -> None:
-        cuda = self._cuda
+    def _load_step(self, batch: Batch, cuts: Cuts, staged: Staged, ended: int) -> None:
+        cuda, slot = self._cuda, staged.slot
         if slot.emptied:
             cuda.stream_wait(self._wire, slot.emptied)
-        cuda.copy(slot.ids_address, ids.ctypes.data, ids.nbytes, self._wire)
+        self._copy_ids(staged, self._wire)
         self._copy(cuts, slot.address)
         cuda.record(slot.filled, self._wire)
         self._await(batch, self._moving)
         cuda.stream_wait(self._moving, slot.filled)
-        for launch in launches:
-            launch(slot.address, ids, slot.ids_address, self._moving)
+        self._launch(staged)
         cuda.record(ended, self._moving)
 
-    def _store_step(self, batch: Batch, cuts: Cuts, slot: Slot, ids: Ids, launches: list[Launch], ended: int) -> None:
-        cuda = self._cuda
+    def _store_step(self, batch: Batch, cuts: Cuts, staged: Staged, ended: int) -> None:
+        cuda, slot = self._cuda, staged.slot
         self._await(batch, self._moving)
         if slot.emptied:
             cuda.stream_wait(self._moving, slot.emptied)
-        cuda.copy(slot.ids_address, ids.ctypes.data, ids.nbytes, self._moving)
-        for launch in launches:
-            launch(slot.address, ids, slot.ids_address, self._moving)
+        self._copy_ids(staged, self._moving)
+        self._launch(staged)
         cuda.record(slot.filled, self._moving)
         cuda.stream_wait(self._wire, slot.filled)
         self._copy(cuts, slot.address)
@@ -319,8 +324,17 @@ class Lane:
             copy(target, source, piece.length, self._wire)
 
     def _stage_ids(self, step: Step, part: Part, number: int) -> Ids:
-        """The step's block ids in pinned memory: (objects, blocks)."""
+        """The step's block ids in pinned memory, in the row of its number: (objects, blocks)."""
         last = part.first_block + part.blocks
         table = self._ids[number, : len(step.transfers) * part.blocks].reshape(-1, part.blocks)
-        table[:] = np.array([transfer.blocks[part.first_block : last] for transfer in step.transfers], np.int64)
+        table[:] = [transfer.blocks[part.first_block : last] for transfer in step.transfers]
         return table
+
+    def _copy_ids(self, staged: Staged, stream: int) -> None:
+        row = self._ids_address + self._steps % STEPS_MAX * self._ids.strides[0]
+        self._cuda.copy(staged.slot.ids_address, row, staged.ids.nbytes, stream)
+
+    def _launch(self, staged: Staged) -> None:
+        slot = staged.slot
+        for launch in staged.launches:
+            launch(slot.address, staged.ids, slot.ids_address, self._moving)
