@@ -274,8 +274,9 @@ class Dispatcher:
         self.node.set_mode(request.mode & Mode.ON)
         return m.Count(request.id, self.node.mode)
 
-    def _statistics(self, session: Session, request: m.Statistics) -> m.Message:
-        return m.StatisticsReply(request.id, msgspec.json.encode(node_stats(self.node)))
+    def _statistics(self, session: Session, request: m.Statistics) -> Steps[m.Message]:
+        quarantined = yield from self.node.roster.quarantined_bytes()
+        return m.StatisticsReply(request.id, msgspec.json.encode(node_stats(self.node, quarantined)))
 
     def _verify(self, session: Session, request: m.Verify) -> Steps[m.Message]:
         statuses = yield from self.node.checksums.verify(request.keys)

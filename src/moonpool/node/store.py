@@ -71,7 +71,7 @@ class Store(Reserving):
                 if i & mask == mask:
                     yield None
         except BaseException:  # also where the one who asked is gone: nobody will learn of them
-            self._begin(self._aborting(session, ids))
+            self.begin(self._aborting(session, ids))
             raise
         if ARMED:
             reach("node-reserved")
@@ -191,9 +191,9 @@ class Store(Reserving):
     def give_back(self, pinned: Iterable[int], reservations: Iterable[int] = ()) -> None:
         """End these pins (slots, as often as they are pinned) and reservations, which nobody else knows of any more:
         now, or in the background where they are many."""
-        self._begin(self._giving_back(pinned, reservations))
+        self.begin(self._giving_back(pinned, reservations))
 
-    def _begin(self, steps: Steps[None]) -> None:
+    def begin(self, steps: Steps[None]) -> None:
         """Take the first step now, and the others in the background."""
         if next(steps, steps) is None:
             self.background(steps)
@@ -213,9 +213,9 @@ class Store(Reserving):
         """Undo what a reply that never reached its client would have granted to it, while `pins` were the session's:
         others are what its client has declared since, and those are all that it has."""
         if isinstance(reply, m.Acquired):
-            self._begin(self._releasing(session, reply.ids, pins))
+            self.begin(self._releasing(session, reply.ids, pins))
         elif isinstance(reply, m.Reserved):
-            self._begin(self._aborting(session, reply.ids))
+            self.begin(self._aborting(session, reply.ids))
 
     def _releasing(self, session: Session, ids: list[int], pins: dict[int, int]) -> Steps[None]:
         for start in range(0, len(ids), SLICE_KEYS):

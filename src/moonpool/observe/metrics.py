@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -76,9 +77,9 @@ class OneFamily(CollectorRegistry):
         yield self._family
 
 
-def families(node: Node) -> Iterator[Metric]:
+def families(node: Node, quarantined_bytes: int = 0) -> Iterator[Metric]:
     """All metrics of a node at this moment, one family after the other, a long one in several parts."""
-    stats = node_stats(node, latencies=False)
+    stats = node_stats(node, quarantined_bytes, latencies=False)
     counters = node.catalogue.counters
     info = InfoMetricFamily("moonpool_node", "The node")
     info.add_metric([], {"name": stats.name, "pool": stats.pool_id, "incarnation": str(stats.incarnation)})
@@ -122,14 +123,26 @@ def families(node: Node) -> Iterator[Metric]:
 
 
 def exposition(node: Node) -> Iterator[bytes]:
-    """The metrics as Prometheus reads them, in parts that take some 1 ms at most each. Changes nothing."""
+    """The metrics as Prometheus reads them, in parts that take some 1 ms at most each; some may be empty. Changes
+    nothing."""
+    quarantined_bytes = yield from _quarantined_bytes(node)
     name = ""
-    for family in families(node):
+    for family in families(node, quarantined_bytes):
         text = generate_latest(OneFamily(family))
         if family.name == name:  # its HELP and TYPE lines have been said
             text = b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"#"))
         name = family.name
         yield text
+
+
+def _quarantined_bytes(node: Node) -> Generator[bytes, None, int]:
+    counting = node.roster.quarantined_bytes()
+    while True:
+        try:
+            next(counting)
+        except StopIteration as end:
+            return int(end.value)
+        yield b""
 
 
 def _per_space(node: Node) -> Iterator[Metric]:
@@ -142,26 +155,28 @@ def _per_space(node: Node) -> Iterator[Metric]:
         ("bytes_written", "Bytes committed by writers", counters.bytes_written),
     ):
         family = CounterMetricFamily(f"moonpool_{name}", text, labels=["space"])
-        for label, value in _summed(node, counter.items()).items():
-            family.add_metric([label], value)
+        other = 0
+        for number, value in counter.items():
+            if number <= SPACES_LABELLED_MAX:
+                family.add_metric([_space_label(node, number)], value)
+            else:
+                other += value
+        if other:
+            family.add_metric(["other"], other)
         yield family
     spaces = node.catalogue.spaces.spaces
-    for name, text, pairs in (
-        ("space_objects", "Objects by key space", [(space.number, space.objects) for space in spaces]),
-        ("space_bytes", "Bytes by key space", [(space.number, space.live_bytes) for space in spaces]),
+    labelled, others = spaces[: SPACES_LABELLED_MAX + 1], spaces[SPACES_LABELLED_MAX + 1 :]
+    for name, text, attribute in (
+        ("space_objects", "Objects by key space", "objects"),
+        ("space_bytes", "Bytes by key space", "live_bytes"),
     ):
+        of = attrgetter(attribute)
         gauge = GaugeMetricFamily(f"moonpool_{name}", text, labels=["space"])
-        for label, value in _summed(node, pairs).items():
-            gauge.add_metric([label], value)
+        for space in labelled:
+            gauge.add_metric([_space_label(node, space.number)], of(space))
+        if others:
+            gauge.add_metric(["other"], sum(map(of, others)))
         yield gauge
-
-
-def _summed(node: Node, pairs: Iterable[tuple[int, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for number, value in list(pairs):
-        label = _space_label(node, number)
-        found[label] = found.get(label, 0) + value
-    return found
 
 
 def _space_label(node: Node, number: int) -> str:
