@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.engines.vllm.metadata import StepMetadata, WorkerReport
+from moonpool.engines.vllm.metadata import Ended, StepMetadata, WorkerReport
 from moonpool.engines.vllm.pool import Pool
 
 
@@ -16,7 +16,7 @@ class Bystander:
         self._ended: set[str] = set()
         self._finishing: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._report = WorkerReport()
+        self._report = WorkerReport(off=why)
 
     def take_over(self, loading: dict[str, set[int]], saves: set[int], finishing: set[str]) -> None:
         """Answer for what a failed worker had under way: loads with their blocks, saves by number. All I/O of its has
@@ -26,8 +26,13 @@ class Bystander:
         for request_id, blocks in loading.items():
             self._failed_blocks |= blocks
             self._report.failed[request_id] = self.why
-        for number in saves:
-            self._report.read[number] = self._report.read.get(number, 0) + 1
+        self._report.read.update(dict.fromkeys(saves, 1))
+
+    def pass_on(self, report: WorkerReport) -> None:
+        """Tell what a failed worker had not got to tell."""
+        passed = report.aggregate(self._report)
+        passed.read = dict.fromkeys(passed.read, 1)  # on this rank, however often it was noted
+        self._report = passed
 
     def before_forward(self, metadata: StepMetadata) -> None:
         self._finishing |= metadata.finishing
@@ -38,14 +43,10 @@ class Bystander:
     def start_saves(self, metadata: StepMetadata) -> None:
         self.take_over({}, {save.number for save in metadata.saves}, set())
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        sent, received = self._finishing, self._ended
-        self._finishing, self._ended = set(), set()
-        return sent, received
-
-    def failed_blocks(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+    def finished(self) -> Ended:
+        ended = Ended(self._finishing, self._ended, self._ended, self._failed_blocks)
+        self._finishing, self._ended, self._failed_blocks = set(), set(), set()
+        return ended
 
     def report(self) -> WorkerReport | None:
         if not self._report:

@@ -24,6 +24,14 @@ try:
 except ImportError:
     HOST_HIT = None
 
+try:
+    import vllm.distributed.kv_transfer.kv_connector.v1.base as _base
+
+    KVConnectorMetadata: Any = _base.KVConnectorMetadata
+    KVConnectorWorkerMetadata: Any = _base.KVConnectorWorkerMetadata
+except ImportError:  # no vLLM here: what passes between scheduler and workers is plain data all the same
+    KVConnectorMetadata = KVConnectorWorkerMetadata = object
+
 log = logging.getLogger("moonpool.vllm")
 
 TESTED = ((0, 26), (0, 32))
@@ -95,6 +103,21 @@ def recompute_on_failure(transfer_config: Any) -> None:
     if transfer_config.kv_load_failure_policy != "recompute":
         transfer_config.kv_load_failure_policy = "recompute"
         log.info('kv_load_failure_policy is "recompute": what the pool no longer has is computed')
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What a worker's `get_transfer_results` returns; asked for by those versions alone that have it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+def failures_by_request() -> bool:
+    """Whether the engine can be told which requests' loads have failed. Others (0.26) are told the blocks, which they
+    understand where there is one KV group."""
+    import vllm.distributed.kv_transfer.kv_connector.v1.base as base
+
+    return hasattr(base, "KVConnectorTransferResults")
 
 
 def hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:

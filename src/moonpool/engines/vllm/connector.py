@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from moonpool.engines.vllm import compat, setup
 from moonpool.engines.vllm.bystander import Bystander
 from moonpool.engines.vllm.guard import guarded, note_fault
-from moonpool.engines.vllm.metadata import StepMetadata
+from moonpool.engines.vllm.metadata import Ended, StepMetadata
 from moonpool.engines.vllm.metrics import MoonpoolPromMetrics, MoonpoolStats
 from moonpool.engines.vllm.scheduler import Scheduler
 from moonpool.engines.vllm.worker import Worker
@@ -33,6 +33,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | Bystander | None = None
+        self._failed_blocks: set[int] = set()
         try:
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = setup.scheduler(vllm_config, kv_cache_config)
@@ -54,31 +55,31 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A cache: what isn't stored is computed another time."""
         return False
 
-    @guarded(lambda self: (0, False))
+    @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @guarded(lambda self: None)
+    @guarded(
+        lambda self, request, blocks, tokens: self._scheduler.load_nothing(request, blocks.get_block_ids(), tokens)
+    )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @guarded(lambda self: self._scheduler.bare_step())
+    @guarded(lambda self, output: self._scheduler.failed_step(output), StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
             return StepMetadata()
         return self._scheduler.step(scheduler_output)
 
-    @guarded(lambda self: None)
+    @guarded(lambda self, output: self._scheduler.let_go_of(output.finished_recving or ()))
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.reported(
-                connector_output.finished_recving or (), connector_output.kv_connector_worker_meta
-            )
+            self._scheduler.reported(connector_output.finished_recving or (), connector_output.kv_connector_worker_meta)
 
-    @guarded(lambda self: (False, None))
+    @guarded(lambda self, request, *_: (self._scheduler.forget(request), None), lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return (self._scheduler is not None and self._scheduler.finished(request)), None
 
@@ -122,7 +123,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- worker --------------------------------------------------------------------------------------------------
 
-    @guarded(lambda self: None)
+    @guarded(lambda self, *_: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self.role == KVConnectorRole.WORKER:
             try:
@@ -136,12 +137,12 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         CUDA. Until then they are slower; nothing needs to wait but a measurement. False where it isn't in time."""
         return isinstance(self._worker, Worker) and self._worker.wait_ready(timeout_s)
 
-    @guarded(lambda self: None)
+    @guarded(lambda self, metadata: self._replaced().before_forward(metadata))
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if self._worker is not None:
             self._worker.before_forward(kv_connector_metadata)
 
-    @guarded(lambda self: None)
+    @guarded(lambda self, *_, **__: self._replaced().start_loads(self._get_connector_metadata()))
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._get_connector_metadata())
@@ -152,39 +153,58 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         pass  # stores begin when the step's forward has been submitted
 
-    @guarded(lambda self: None)
+    @guarded(lambda self: self._replaced().start_saves(self._get_connector_metadata()))
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.start_saves(self._get_connector_metadata())
 
-    @guarded(lambda self: self._give_up())
+    @guarded(lambda self, *_: self._told(self._replaced().finished()), lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        sent, received = self._worker.finished()
-        return sent or None, received or None
+        """For versions that are told of failed loads by block."""
+        return self._told(self._worker.finished()) if self._worker is not None else (None, None)
 
-    def _give_up(self) -> tuple[set[str] | None, set[str] | None]:
-        """The worker can't say what has finished: stop it, and have somebody say that all has failed."""
+    @guarded(
+        lambda self, *_: _results(self._replaced().finished()), lambda: _results(Ended(set(), set(), set(), set()))
+    )
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """For versions that are told of failed loads by request: those that have this method."""
+        assert self._worker is not None
+        return _results(self._worker.finished())
+
+    def _told(self, ended: Ended) -> tuple[set[str] | None, set[str] | None]:
+        self._failed_blocks |= ended.failed_blocks
+        return ended.sent or None, ended.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def _replaced(self) -> Worker | Bystander:
+        """In place of a worker that has failed, whose copies are stopped: somebody who says that all has failed."""
         if isinstance(self._worker, Worker):
             self._worker = self._worker.give_up()
         assert self._worker is not None
-        return self._worker.finished()
-
-    @guarded(lambda self: set())
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.failed_blocks() if self._worker is not None else set()
+        return self._worker
 
     @guarded(lambda self: None)
     def build_connector_worker_meta(self) -> Any:
         return self._worker.report() if self._worker is not None else None
 
-    @guarded(lambda self: None)
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                _close(side)
+
+
+def _results(ended: Ended) -> Any:
+    return compat.transfer_results(ended.sent, ended.received, ended.failed)
+
+
+def _close(side: Scheduler | Worker | Bystander) -> None:
+    try:
+        side.close()
+    except Exception as error:
+        note_fault("shutdown", error)
 
 
 def _say_off(error: Exception) -> None:

@@ -16,8 +16,12 @@ LOGGED_MAX = 10
 _logged = 0
 
 
-def guarded(otherwise: Callable[[Any], Any]) -> Callable[[Method], Method]:
-    """Have a method answer `otherwise(self)` where it raises. The fault is logged and told to `self.faulty`."""
+def guarded(otherwise: Callable[..., Any], last: Callable[[], Any] = lambda: None) -> Callable[[Method], Method]:
+    """Have a method answer `otherwise(self, …)`, with its own arguments, where it raises, and `last()` where that does.
+
+    What the engine waits for, and what it must not be told wrongly, is `otherwise`'s to see to. The fault is logged and
+    told to `self.faulty`.
+    """
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
@@ -26,12 +30,16 @@ def guarded(otherwise: Callable[[Any], Any]) -> Callable[[Method], Method]:
                 return method(self, *args, **kwargs)
             except Exception as error:
                 note_fault(method.__name__, error)
-                try:
-                    self.faulty(error)
-                    return otherwise(self)
-                except Exception as second:
-                    note_fault(method.__name__, second)
-                    return None
+                fault = error
+            try:
+                self.faulty(fault)
+            except Exception as second:
+                note_fault("faulty", second)
+            try:
+                return otherwise(self, *args, **kwargs)
+            except Exception as third:
+                note_fault(f"{method.__name__}, once more", third)
+                return last()
 
         return call  # type: ignore[return-value]
 

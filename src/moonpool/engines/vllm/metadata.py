@@ -87,19 +87,20 @@ class Check(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's work."""
 
     loads: list[Load] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     """Of requests whose blocks are complete with this step's forward."""
     saves: list[Save] = field(default_factory=list)
-    preempted: frozenset[str] = frozenset()
-    """Their blocks may be written to from this step on."""
+    reused: frozenset[str] = frozenset()
+    """Requests some of whose blocks may be written to by others from this step on: preempted, or out of the window."""
     finishing: frozenset[str] = frozenset()
     """Finished requests whose blocks wait for our word that they have been read."""
     space: str = ""
-    """The engine's key space as JSON, told whenever it changes: workers store under this one."""
+    """The engine's key space as JSON, told whenever it changes: workers store under this one, and what they were
+    loading under the one before is no longer to be used."""
 
 
 class Moved(NamedTuple):
@@ -123,7 +124,7 @@ class Checked(NamedTuple):
 
 
 @dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What one step's workers have to tell; of several ranks' reports one is made."""
 
     read: dict[int, int] = field(default_factory=dict)
@@ -193,9 +194,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def _joined(
-    one: dict[Key, Value], other: dict[Key, Value], add: Callable[[Value, Value], Value]
-) -> dict[Key, Value]:
+def _joined(one: dict[Key, Value], other: dict[Key, Value], add: Callable[[Value, Value], Value]) -> dict[Key, Value]:
     """Both, with what stands in both added up."""
     joined = dict(one)
     for key, value in other.items():

@@ -43,13 +43,14 @@ class Tracked:
     load_failed: bool = False
     """Its load went wrong once: it is computed, and not looked up again."""
     shadowed: bool = False
-    finished: bool = False
     blocks: tuple[list[int], ...] = ()
     """Per KV group, as far as told by the scheduler's output."""
     saved: int = 0
     """Objects from the first on that are stored, or on their way."""
-    unread: set[int] = field(default_factory=set)
-    """Saves whose blocks some rank may still be reading."""
+    storable: bool = True
+    """False where its blocks aren't known for certain, or hold KV of before a reset; until it is computed anew."""
+    unread: dict[int, int] = field(default_factory=dict)
+    """Saves whose blocks some rank may still be reading, each with the first token that it stores."""
 
     @property
     def id(self) -> str:

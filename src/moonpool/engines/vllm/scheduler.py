@@ -16,6 +16,7 @@ from moonpool import Group, Match
 from moonpool.client.lookup import PendingMatch
 from moonpool.engines.vllm import compat
 from moonpool.engines.vllm.admission import Admission
+from moonpool.engines.vllm.events import Format, Scope, Watcher, vllm_events
 from moonpool.engines.vllm.guard import note_fault
 from moonpool.engines.vllm.metadata import (
     NO_BYTES,
@@ -29,13 +30,14 @@ from moonpool.engines.vllm.metadata import (
     WorkerReport,
 )
 from moonpool.engines.vllm.notes import encode_note
-from moonpool.engines.vllm.plan import Plan
+from moonpool.engines.vllm.plan import NULL_BLOCK, Plan
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.requests import Tracked
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.spaces import Spaces
 from moonpool.engines.vllm.stats import Figures, Tally
 from moonpool.errors import MoonpoolError
+from moonpool.keys import KeySpace
 from moonpool.matching import needed
 
 log = logging.getLogger("moonpool.vllm")
@@ -60,11 +62,17 @@ class Scheduler:
         *,
         loads: bool,
         saves: bool,
+        event_format: Format | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.plan, self.spaces, self.pool = settings, plan, spaces, pool
         self.tally = Tally()
         self.admission = Admission(settings, self.tally)
+        self._event_format = event_format
+        """None: nobody is to be told of events."""
+        self._watcher = Watcher(pool.client, pool.usable)
+        self._watched: tuple[KeySpace, int] | None = None
+        """The key space that is watched, and how many adapters."""
         self._loads_wanted, self._saves_wanted = loads, saves
         self._clock = clock
         self._engine = uuid.uuid4().hex[:12]
@@ -76,6 +84,10 @@ class Scheduler:
         """Per save that some rank hasn't read yet: whose it is, and how many ranks are missing."""
         self._loads_due: list[Load] = []
         self._finishing: set[str] = set()
+        self._reused: set[str] = set()
+        windows = [group.window_objects for group in plan.groups if group.rule == "window"]
+        self._window_tokens = (min(windows) - 1) * plan.tokens_per_object if windows else None
+        """So many tokens a sliding window has at least; what lies before loses its blocks. None without windows."""
         self._told_space = ""
         self._waiting_since = 0.0
 
@@ -100,6 +112,8 @@ class Scheduler:
             if found is None:
                 return None, False
             tracked.match = found
+            if self.settings.verify and found.extents is not None and not all(found.extents.checksums):
+                return self._decline(tracked, "no checksum yet", found.length - computed)
         length = min(tracked.match.length, request.num_tokens)
         tokens = length - computed
         if tokens < max(1, self.settings.load_min_tokens):
@@ -171,18 +185,16 @@ class Scheduler:
                 tracked.pending = begun
             pending: PendingMatch = tracked.pending
             if pending.wait(self.settings.lookup_timeout_s):
-                tracked.pending = None
                 found = pending.result()
+                tracked.pending = None
                 self.pool.succeeded()
                 return found
             if self._clock() - tracked.asked_at < LOOKUP_PATIENCE_S:
                 return None
-            tracked.pending = None
-            pending.cancel()
             self.tally.skipped("lookup too slow")
         except MoonpoolError as error:
-            tracked.pending = None
             self.pool.failed(error)
+        self._let_go(tracked)
         return Match(0)
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -193,9 +205,11 @@ class Scheduler:
         if tracked.loading:
             return
         match = tracked.match
-        if tokens <= 0 or match is None or match.extents is None:
+        if tokens <= 0:
             self._let_go(tracked)
             return
+        assert match is not None
+        assert match.extents is not None
         until = tracked.computed + tokens
         load = Load(
             tracked.id,
@@ -210,12 +224,21 @@ class Scheduler:
         tracked.load_tokens, tracked.load_began = tokens, self._clock()
         tracked.moved, tracked.load_error = NO_BYTES, ""
 
-    def _parts(
-        self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int
-    ) -> Iterator[Part]:
+    def load_nothing(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """In place of `allocated`, where that has failed: the load that the engine waits for now is to fail."""
+        tracked = self._track(request)
+        if not tracked.loading and tokens > 0:
+            tracked.load_failed = True
+            blocks = [block for table in block_ids for block in table if block != NULL_BLOCK]
+            self._loads_due.append(Load.of_nothing(tracked.id, blocks, tokens))
+        if not tracked.loading:
+            self._let_go(tracked)
+
+    def _parts(self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int) -> Iterator[Part]:
         """Each object that is to be loaded: where it lies for each rank, and the blocks that it fills."""
         where = match.extents
         assert where is not None
+        columns = where.offsets, where.sizes, where.ids, where.words, where.checksums
         size, at = self.plan.tokens_per_object, 0
         for group in self.plan.groups:
             wanted = needed(group.rule, group.window_objects, size, match.length)
@@ -230,7 +253,7 @@ class Scheduler:
                 yield Part(
                     group.index,
                     blocks,
-                    tuple(Extent(where.offsets[e], where.sizes[e], where.ids[e], where.words[e]) for e in entries),
+                    tuple(Extent(*(column[e] for column in columns)) for e in entries),
                 )
             at += len(wanted) * (max(shards) + 1)
 
@@ -239,56 +262,78 @@ class Scheduler:
     def step(self, output: Any) -> StepMetadata:
         """What this step's workers are to do."""
         self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
-        metadata = self.bare_step()
+        metadata = self._bare_step(output)
         try:
             self._fill(metadata, output)
         except Exception as error:  # what the engine waits for goes out all the same
             note_fault("step", error)
             self.pool.failed(error)
+            self._distrust_blocks()
         return metadata
 
+    def failed_step(self, output: Any) -> StepMetadata:
+        """In place of `step`, where that has failed: nothing but what the engine waits for."""
+        self._distrust_blocks()
+        return self._bare_step(output)
+
     def _fill(self, metadata: StepMetadata, output: Any) -> None:
-        metadata.preempted = frozenset(output.preempted_req_ids or ())
+        for request_id in output.preempted_req_ids or ():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.saved, tracked.blocks, tracked.storable = 0, (), True
+                self._let_go(tracked)
         tables = compat.BlockTables(output)
         for request_id in tables.changed():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.blocks = tables.updated(request_id, tracked.blocks)
-        for request_id in metadata.preempted:
-            if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.saved = 0
-                self._let_go(tracked)
+                if self._passed_by_window(tracked, tables):
+                    metadata.reused |= {request_id}
         if self._saves_wanted and output.total_num_scheduled_tokens and self.spaces.complete and self.pool.usable():
             for save in self._due_saves(output, tables):  # each is either told or not begun, also where one fails
                 metadata.saves.append(save)
         if self.spaces.told != self._told_space:
             self._told_space = metadata.space = self.spaces.told
 
-    def bare_step(self) -> StepMetadata:
-        """A step with nothing but what the engine waits for: loads into blocks that it has set aside, and word of
-        blocks that it can't free before."""
-        metadata = StepMetadata(self._loads_due, finishing=frozenset(self._finishing))
-        self._loads_due, self._finishing = [], set()
+    def _bare_step(self, output: Any) -> StepMetadata:
+        """A step with nothing but what the engine waits for: loads into blocks that it has set aside, word of blocks
+        that it can't free before, and which ones it has taken back."""
+        metadata = StepMetadata(
+            self._loads_due,
+            finishing=frozenset(self._finishing),
+            reused=frozenset(self._reused.union(output.preempted_req_ids or ())),
+        )
+        self._loads_due, self._finishing, self._reused = [], set(), set()
         return metadata
+
+    def _passed_by_window(self, tracked: Tracked, tables: compat.BlockTables) -> bool:
+        """Whether the request may have lost blocks that stores are reading."""
+        if self._window_tokens is None or not tracked.unread:
+            return False
+        return min(tracked.unread.values()) < tables.computed(tracked.id) - self._window_tokens
+
+    def _distrust_blocks(self) -> None:
+        """What is known of the block tables may be out of date: no request that has one is stored any more."""
+        for tracked in self._tracked.values():
+            tracked.storable = False
 
     def _due_saves(self, output: Any, tables: compat.BlockTables) -> Iterator[Save]:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or not tracked.eligible:
+            if tracked is None or not tracked.eligible or not tracked.storable:
                 continue
             last = self._storable(tracked, tables.computed(request_id) + scheduled)
             if last > tracked.saved:
                 pieces = self._pieces(tracked, tracked.saved, last)
-                tracked.saved = last
+                first, tracked.saved = tracked.saved, last
                 if pieces:
                     number = next(self._numbers)
-                    tracked.unread.add(number)
+                    tracked.unread[number] = first * self.plan.tokens_per_object
                     self._saves[number] = tracked, self.plan.ranks
                     yield Save(number, request_id, tracked.adapter, tuple(pieces))
 
     def _storable(self, tracked: Tracked, computed: int) -> int:
         """How many of the request's objects are whole once this step's forward has run."""
         request = tracked.request
-        tokens = min(computed, request.num_prompt_tokens if self.settings.save != "all" else request.num_tokens)
+        tokens: int = min(computed, request.num_prompt_tokens if self.settings.save != "all" else request.num_tokens)
         hashed = len(request.block_hashes) // self.plan.hashes_per_object
         return min(tokens // self.plan.tokens_per_object, hashed)
 
@@ -331,6 +376,8 @@ class Scheduler:
                 self._load_ended(tracked)
         if report is None:
             return
+        if report.off:
+            self.pool.turn_off(report.off)
         if report.ranks:
             why = self.spaces.reported(report.ranks)
             if why is not None:
@@ -352,7 +399,15 @@ class Scheduler:
             if missing > ranks:
                 self._saves[number] = tracked, missing - ranks
             else:
-                tracked.unread.discard(number)
+                tracked.unread.pop(number, None)
+
+    def let_go_of(self, finished_loads: Iterable[str]) -> None:
+        """In place of `reported`, where that has failed: of these loads it isn't known how they went."""
+        for request_id in finished_loads:
+            tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
+            if tracked is not None and tracked.loading:
+                tracked.loading, tracked.load_failed, tracked.saved = False, True, 0
+                self._let_go(tracked)
 
     def _note_loads(self, report: WorkerReport) -> None:
         """What ranks say of loads: of one request maybe in several steps' reports, before the last rank is done."""
@@ -389,32 +444,67 @@ class Scheduler:
         tracked = self._tracked.pop(str(request.request_id), None)
         if tracked is None:
             return False
-        tracked.finished = True
         if tracked.loading:
-            self._ending[tracked.id] = tracked  # the workers load it all the same: its blocks wait for that
-        else:
+            # The workers load it all the same, and the engine's blocks wait for that.
+            self._ending[tracked.id] = tracked
+            return False
+        self._let_go(tracked)
+        if not tracked.unread:
+            return False
+        self._finishing.add(tracked.id)
+        if self._window_tokens is not None:
+            self._reused.add(tracked.id)  # what lies before its window is free at once
+        return True
+
+    def forget(self, request: Any) -> bool:
+        """In place of `finished`, where that has failed: workers will say when none of the request's blocks is read."""
+        request_id = str(request.request_id)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.loading:
+            self._ending[request_id] = tracked
+            return False
+        self._finishing.add(request_id)
+        self._reused.add(request_id)
+        if tracked is not None:
             self._let_go(tracked)
-        if tracked.unread:
-            self._finishing.add(tracked.id)
-            return True
-        return False
+        return True
 
     def take_events(self) -> Iterable[Any]:
-        """What the pool has stored and removed since the last call, in vLLM's own types."""
-        return ()
+        """What the pool has stored and removed since the last call, in vLLM's own types, whoever has done it."""
+        if self._event_format is None or not self.spaces.complete:
+            return ()
+        known = self.spaces.known
+        watched = self.spaces.base, len(known)
+        if watched != self._watched:
+            self._watched = watched
+            self._watcher.watch(
+                {
+                    Scope(adapter, group.index): self.spaces.prefixes(adapter, group.index)
+                    for adapter in known
+                    for group in self.plan.groups
+                }
+            )
+        changes = self._watcher.take()
+        return vllm_events(changes, self._event_format) if changes else ()
 
     def reset(self) -> bool:
         """The engine's cache no longer holds what its keys say (new weights): from now on this engine has keys of its
-        own. Nobody else's objects are touched."""
+        own. Nobody else's objects are touched.
+
+        What requests have computed so far isn't stored, and what they are loading isn't used (`StepMetadata.space`).
+        """
         self.spaces.new_epoch()
         for tracked in self._tracked.values():
-            tracked.saved = 0
+            adapter = self.spaces.adapter_of(tracked.request)
+            tracked.adapter, tracked.eligible = adapter or "", adapter is not None
+            tracked.saved, tracked.storable = 0, not tracked.blocks
             if not tracked.loading:
                 self._let_go(tracked)
         return True
 
     def close(self) -> None:
         """End everything that is held."""
+        self._watcher.close()
         for tracked in [*self._tracked.values(), *self._ending.values()]:
             self._let_go(tracked)
         self._tracked.clear()

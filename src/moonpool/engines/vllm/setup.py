@@ -8,6 +8,7 @@ from typing import Any
 from moonpool.client.attachment import Attachment
 from moonpool.engines.vllm import compat, identity
 from moonpool.engines.vllm.compat import Kind, KvGroup, Unsupported
+from moonpool.engines.vllm.events import event_format
 from moonpool.engines.vllm.layout import geometry
 from moonpool.engines.vllm.plan import GroupPlan, Plan, window_objects
 from moonpool.engines.vllm.pool import Pool
@@ -25,20 +26,28 @@ def scheduler(vllm_config: Any, kv_cache_config: Any) -> Scheduler:
     _check(vllm_config)
     compat.fix_hash_root()
     compat.recompute_on_failure(transfer)
-    groups = compat.kv_groups(kv_cache_config)
+    groups = _groups(kv_cache_config)
     parallel = compat.parallel(vllm_config)
     plan = engine_plan(vllm_config, kv_cache_config, groups, settings, len(parallel.ranks))
     base = identity.engine_space(vllm_config, plan.tokens_per_object, tenant=settings.tenant)
     spaces = Spaces(base, groups, parallel)
     pool = _pool(settings, f"vllm scheduler {os.getpid()}", prefault=False)
-    return Scheduler(settings, plan, spaces, pool, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer)
+    return Scheduler(
+        settings,
+        plan,
+        spaces,
+        pool,
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+        event_format=event_format(kv_cache_config, plan.tokens_per_object) if settings.events else None,
+    )
 
 
 def worker(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> Worker:
     """This process's side of a worker whose KV cache lies in `kv_caches`. Raises `MoonpoolError`, `ValueError`."""
     settings = _settings(vllm_config)
     _check(vllm_config)
-    groups = compat.kv_groups(kv_cache_config)
+    groups = _groups(kv_cache_config)
     parallel = compat.parallel(vllm_config)
     plan = engine_plan(vllm_config, kv_cache_config, groups, settings, len(parallel.ranks))
     lies = geometry(
@@ -67,6 +76,13 @@ def engine_plan(
     hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
     tokens = compat.object_tokens(groups, hash_tokens, settings.tokens_per_object)
     return Plan(tokens, hash_tokens, tuple(_group_plan(group, tokens) for group in groups), ranks)
+
+
+def _groups(kv_cache_config: Any) -> tuple[KvGroup, ...]:
+    groups = compat.kv_groups(kv_cache_config)
+    if len(groups) > 1 and not compat.failures_by_request():
+        raise Unsupported(f"{len(groups)} KV groups need vLLM 0.32: before, it can't be told which load has failed")
+    return groups
 
 
 def _group_plan(group: KvGroup, tokens: int) -> GroupPlan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from moonpool.engines.vllm.compat import KvGroup, Parallel
@@ -67,6 +68,12 @@ class Spaces:
         """Per rank, the place of its shard in `prefixes`."""
         prefixes = self.prefixes("", group)
         return [prefixes.index(space.digest) for space in self._of("")[group]]
+
+    @property
+    def known(self) -> Mapping[str, list[list[KeySpace]]]:
+        """Per adapter that has been asked for, the base model first, what is held of it: by KV group, then by rank."""
+        self._of("")
+        return self._shards
 
     def _of(self, adapter: str) -> list[list[KeySpace]]:
         found = self._shards.get(adapter)

@@ -9,26 +9,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from moonpool.client.attachment import Attachment
 from moonpool.client.writing import Reservations
 from moonpool.engines.vllm.bystander import Bystander
-from moonpool.engines.vllm.metadata import Extent, Load, Moved, Save, StepMetadata, WorkerReport, own_extents
+from moonpool.engines.vllm.guard import note_fault
+from moonpool.engines.vllm.metadata import Ended, Extent, Load, Moved, Save, StepMetadata, WorkerReport, own_extents
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.spaces import RankSpaces
-from moonpool.errors import MoonpoolError
+from moonpool.errors import MoonpoolError, NodeUnavailable
 from moonpool.gpu.mover import Mover, Region, Ticket, Transfer
 from moonpool.matching import Extents
+from moonpool.node.checksums import checksum
 from moonpool.status import Status
 
 log = logging.getLogger("moonpool.vllm")
 
 CLOSE_WAIT_S = 5.0
 """How long `close` waits for what is under way to end. It ends by itself in a fraction of that."""
+REUSE_WAIT_S = 5.0
+"""How long blocks that the engine has taken back are kept for the stores that read them. They take a fraction of that;
+what is read later is not made visible."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +46,13 @@ class Loading:
     began: float
     size: int = 0
     error: str = ""
+    differs: Future[bool] | None = None
+    """Where loads are verified: whether the bytes that were read aren't those that were stored."""
+
+    def ended(self) -> bool:
+        """Whether no I/O of it is under way any more, and all is known of it that there is to know."""
+        done = self.ticket is None or self.ticket.done()
+        return done and (self.differs is None or self.differs.done())
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +66,8 @@ class Storing:
     size: int
     began: float
     saves: list[Save] = field(default_factory=list)
+    spoilt: bool = False
+    """Its blocks may have been written to while they were read."""
 
 
 class Worker:
@@ -82,7 +97,7 @@ class Worker:
         """What the engine's stream had to do before this step: loads come after it, not after the step's forward."""
         self._counted_until = 0.0
         """Loads overlap: seconds until here are counted as spent on loading already."""
-        self._failed_blocks: set[int] = set()
+        self._checker = ThreadPoolExecutor(1, "moonpool-verify") if settings.verify else None
         self._report = WorkerReport(ranks=(spaces.report,))
         self._stored: SimpleQueue[Storing | None] = SimpleQueue()
         self._storing_bytes = 0
@@ -94,16 +109,17 @@ class Worker:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def before_forward(self, metadata: StepMetadata) -> None:
-        """Blocks of preempted requests may be written to from now on: wait until no store reads them any more."""
+        """Blocks that the engine has taken back may be written to from now on: wait until no store reads them."""
+        self._finishing |= metadata.finishing
         if metadata.space:
             self.spaces.tell(metadata.space)
+            for loading in self._loading.values():  # of before the engine's cache was reset
+                loading.error = "the engine's cache was reset meanwhile"
         self._mark = self._mover.mark() if metadata.loads and self._mover is not None else None
-        if metadata.preempted:
+        if metadata.reused:
             for storing in self._storing:
-                if any(save.request_id in metadata.preempted for save in storing.saves):
-                    while not storing.ticket.read():
-                        time.sleep(0.0001)
-        self._finishing |= metadata.finishing
+                if any(save.request_id in metadata.reused for save in storing.saves):
+                    self._await_read(storing)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Submit the step's loads. Each is reported exactly once by `finished`, whatever becomes of it."""
@@ -111,9 +127,12 @@ class Worker:
             loading = Loading(load, None, self._clock())
             self._loading[load.request_id] = loading
             try:
-                loading.ticket = self._submit(loading)
-            except (MoonpoolError, ValueError) as error:
+                self._submit(loading)
+            except MoonpoolError as error:
                 loading.error = f"{error}"
+            except Exception as error:
+                note_fault("start_loads", error)
+                loading.error = f"{type(error).__name__}: {error}"
 
     def start_saves(self, metadata: StepMetadata) -> None:
         """Reserve room for what the step has completed and the pool lacks, and submit its stores."""
@@ -126,8 +145,13 @@ class Worker:
                     storing = self._store(saves)
                 else:
                     self._unstored("too much under way", sum(len(save.pieces) for save in saves) * len(self.regions))
-        except (MoonpoolError, ValueError) as error:
+        except NodeUnavailable as error:
+            log.debug("a step's stores are lost: %s", error)
+        except MoonpoolError as error:
             self._report.errors.append(f"{error}")
+        except Exception as error:
+            note_fault("start_saves", error)
+            self._report.errors.append(f"{type(error).__name__}: {error}")
         if storing is None:
             self._mark_read(saves)
             return
@@ -135,7 +159,7 @@ class Worker:
         self._storing.append(storing)
         self._stored.put(storing)
 
-    def finished(self) -> tuple[set[str], set[str]]:
+    def finished(self) -> Ended:
         """Requests whose blocks are read by no store any more, of those that wait for that, and requests whose load
         has ended. Each is named once."""
         if self._storing:
@@ -148,19 +172,21 @@ class Worker:
             unread = {save.request_id for storing in self._storing for save in storing.saves}
             sent = self._finishing - unread
             self._finishing &= unread
-        received: set[str] = set()
+        ended = Ended(sent, set(), set(), set())
+        overdue = False
         for request_id, loading in list(self._loading.items()):
-            if loading.ticket is not None and not loading.ticket.done():
+            if not loading.ended():
+                overdue |= self._clock() - loading.began > self.settings.load_timeout_s
                 continue
+            good = self._conclude(loading)
             del self._loading[request_id]
-            received.add(request_id)
-            self._conclude(loading)
-        return sent, received
-
-    def failed_blocks(self) -> set[int]:
-        """Blocks whose load failed, of requests that `finished` has named; each is told once."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+            ended.received.add(request_id)
+            if not good:
+                ended.failed.add(request_id)
+                ended.failed_blocks.update(loading.load.blocks)
+        if overdue:
+            self._stop_copying()
+        return ended
 
     def report(self) -> WorkerReport | None:
         """What has happened since the last report; None for nothing."""
@@ -173,9 +199,10 @@ class Worker:
 
     def give_up(self) -> Bystander:
         """Stop all copies, and have somebody answer for what was under way: for the case that this object can't."""
-        if self._mover is not None:
-            self._mover.close()
-        bystander = Bystander("the worker failed", self.pool)
+        self._stop_copying()
+        self._stored.put(None)
+        bystander = Bystander("a worker has failed, see its log", self.pool)
+        bystander.pass_on(self._report)
         bystander.take_over(
             {request_id: loading.load.blocks for request_id, loading in self._loading.items()},
             {save.number for storing in self._storing for save in storing.saves},
@@ -187,8 +214,9 @@ class Worker:
         """End everything: copies are waited for, what is whole is made visible."""
         self._stored.put(None)
         self._committer.join(CLOSE_WAIT_S)
-        if self._mover is not None:
-            self._mover.close()
+        self._stop_copying()
+        if self._checker is not None:
+            self._checker.shutdown()
         self.pool.close()
 
     # ---- within --------------------------------------------------------------------------------------------------
@@ -201,11 +229,26 @@ class Worker:
         if self._mover is None or attachment.pool_id != self._pool_id:
             if self._loading or self._storing:
                 return False  # until what is under way over the pool before has ended
-            if self._mover is not None:
-                self._mover.close()
+            self._stop_copying()
             self._mover = self._make_mover(attachment)
             self._pool_id = attachment.pool_id
         return True
+
+    def _stop_copying(self) -> None:
+        """End what the mover has under way: all of it has then ended, unfinished with an error. The next copy takes
+        another mover."""
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
+
+    def _await_read(self, storing: Storing) -> None:
+        """Wait until a store no longer reads its blocks; what it reads after that is not to be trusted."""
+        deadline = time.monotonic() + REUSE_WAIT_S
+        while not storing.ticket.read():
+            if time.monotonic() > deadline:
+                storing.spoilt = True
+                return
+            time.sleep(0.0001)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until copies run at full speed: a pool is attached, and known to the device."""
@@ -224,33 +267,53 @@ class Worker:
         except MoonpoolError as error:
             self.pool.failed(error)
 
-    def _submit(self, loading: Loading) -> Ticket:
+    def _submit(self, loading: Loading) -> None:
         load = loading.load
         if not self._attached() or load.pool_id != self._pool_id:
             raise MoonpoolError("the pool that holds it is not attached here")
         assert self._mover is not None
-        transfers = []
-        for part, extent in own_extents(load, self.rank):
+        transfers, own = [], own_extents(load, self.rank)
+        for part, extent in own:
             expected = self.regions[part.group].object_bytes
             if extent.size != expected:
                 raise MoonpoolError(f"an object of {extent.size} bytes where this worker's have {expected}")
             transfers.append(Transfer(extent.offset, part.group, part.blocks))
             loading.size += extent.size
-        return self._mover.load(transfers, after=self._mark)
+        ticket = self._mover.load(transfers, after=self._mark if self._mark is not None else self._mover.mark())
+        loading.ticket = ticket
+        if self._checker is not None:
+            pool, extents = self.pool.client.link.attachment.pool.view, [extent for _, extent in own]
+            loading.differs = self._checker.submit(_differ, ticket, pool, extents)
 
-    def _conclude(self, loading: Loading) -> None:
-        """A load's I/O has ended: are its bytes good?"""
+    def _conclude(self, loading: Loading) -> bool:
+        """A load's I/O has ended: are its bytes good? Notes what is to be reported of it."""
         load = loading.load
-        error = loading.error or (loading.ticket.error if loading.ticket is not None else None) or ""
-        if not error and not self.pool.client.still_good(_extents(load, [e for _, e in own_extents(load, self.rank)])):
-            error = "the object went away meanwhile"
+        try:
+            error = self._fault_of(loading)
+        except Exception as fault:
+            note_fault("finished", fault)
+            error = f"{type(fault).__name__}: {fault}"
         if error:
-            self._failed_blocks |= load.blocks
             self._report.failed[load.request_id] = error
-            return
+            return False
         now = self._clock()
         self._report.loaded[load.request_id] = Moved(loading.size, now - max(loading.began, self._counted_until))
         self._counted_until = now
+        return True
+
+    def _fault_of(self, loading: Loading) -> str:
+        """Why the bytes of a load that has ended are not to be used; "" for no reason."""
+        if loading.error:
+            return loading.error
+        assert loading.ticket is not None
+        if loading.ticket.error:
+            return loading.ticket.error
+        if not self.pool.client.still_good(_extents(loading.load, self.rank)):
+            return "the object went away meanwhile"
+        if loading.differs is not None and loading.differs.result():
+            self._report.off = "stored bytes differ from their checksum"  # those of an object that is still held
+            return self._report.off
+        return ""
 
     def _store(self, saves: list[Save]) -> Storing | None:
         assert self._mover is not None
@@ -305,27 +368,40 @@ class Worker:
         while (storing := self._stored.get()) is not None:
             try:
                 storing.ticket.wait()
+                error = storing.ticket.error or ("blocks were reused while they were read" if storing.spoilt else None)
                 now = self._clock()
                 took_s, counted_until = now - max(storing.began, counted_until), now
-                if storing.ticket.error is not None:
+                if error is not None:
                     objects = storing.reservations.statuses.count(Status.OK)
                     storing.reservations.abort()
-                    self._told.put(WorkerReport(unstored={"copy failed": objects}, errors=[storing.ticket.error]))
+                    self._told.put(WorkerReport(unstored={"copy failed": objects}, errors=[error]))
                     continue
-                statuses = storing.reservations.commit()
+                statuses = storing.reservations.commit(self._checksums(storing.reservations))
                 groups = [g for g, status in zip(storing.groups, statuses, strict=True) if status is Status.OK]
                 size = sum(self.regions[group].object_bytes for group in groups)
                 self._told.put(WorkerReport(stored_objects=groups.count(0), stored=Moved(size, took_s)))
             except MoonpoolError as error:
                 log.info("a step's stores are lost: %s", error)
-            except Exception:  # a thread that ends would leave every later store reserved
-                log.exception("a step's stores are lost")
+            except Exception as error:  # a thread that ends would leave every later store reserved
+                note_fault("a store", error)
+                storing.reservations.abort()
+
+    def _checksums(self, reservations: Reservations) -> list[int]:
+        """What loads will be verified by. Elsewhere the node sums what it has, when it has time."""
+        if not self.settings.verify:
+            return []
+        return [0 if item.buffer is None else checksum(item.buffer.data) for item in reservations]
 
 
-def _extents(load: Load, own: list[Extent]) -> Extents:
+def _extents(load: Load, rank: int) -> Extents:
+    own = [extent for _, extent in own_extents(load, rank)]
     return Extents(
         load.pool_id, load.epoch, [e.id for e in own], [e.offset for e in own], [e.size for e in own],
         [e.word for e in own],
     )  # fmt: skip
 
 
+def _differ(ticket: Ticket, pool: memoryview, extents: Sequence[Extent]) -> bool:
+    """Whether the bytes of any of these extents aren't those of its checksum, once they have been read."""
+    ticket.wait()
+    return any(checksum(pool[e.offset : e.offset + e.size]) != e.checksum for e in extents)
