@@ -273,6 +273,7 @@ def test_closing_a_hung_device_gives_up_and_frees_nothing(monkeypatch: pytest.Mo
     ticket = setup.mover.load([setup.transfer(0)])
     setup.mover.close()
     assert not ticket.done()
+    assert setup.mover.hung
     assert device._hung.pop() is setup.mover
 
 

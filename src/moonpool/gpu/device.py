@@ -111,6 +111,8 @@ class DeviceMover:
         self._events = Events(self._cuda)
         self._error: str | None = None
         self._closed = False
+        self.hung = False
+        """Closed, with copies that have not ended: the pool must stay registered."""
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._helper: threading.Thread | None = None
         self._helper_lock = threading.Lock()
@@ -150,6 +152,7 @@ class DeviceMover:
                     log.error(
                         "copies between pool and device have not ended within %g s: their memory is kept", CLOSE_S
                     )
+                    self.hung = True
                     _hung.append(self)
                     return
                 time.sleep(PAUSE_S)

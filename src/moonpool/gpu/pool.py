@@ -31,4 +31,5 @@ class PoolMover(DeviceMover):
 
     def close(self) -> None:
         super().close()
-        self.registration.close()
+        if not self.hung:
+            self.registration.close()
