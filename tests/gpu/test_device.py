@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moonpool.gpu import lane as lanes
+from moonpool.gpu import plan
 from moonpool.gpu.device import DeviceMover
 from moonpool.gpu.host import HostMover
 from moonpool.gpu.mover import SKIP, Mover, MoverFailed, Ticket, Transfer
@@ -18,16 +19,23 @@ from moonpool.testing.node import eventually
 from tests.gpu.caches import Cache, Shapes
 from tests.gpu.fake_cuda import FakeDevice, FakePool
 
-SHAPES = [((64, 64, 16), 4, 96), ((128,), 2, 48), ((1 << 20,), 2, 16)]
+SHAPES = [((64, 64, 16), 4, 96), ((128,), 2, 48), ((4096,), 2, 16)]
 """One group of small pieces, one of another shape, one whose blocks are long enough to be copied directly."""
+POOL_BYTES = 1 << 20
 STAGING_BYTES = 2 * 4 * 2048
 CHUNK_BYTES = 3 * 4096
+
+
+@pytest.fixture(autouse=True)
+def short_pieces_count_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is copied directly needs no megabytes."""
+    monkeypatch.setattr(plan, "DIRECT_PIECE_BYTES_MIN", 4096)
 
 
 class Setup:
     """A cache, a pool and a mover between them."""
 
-    def __init__(self, seed: int, *, shapes: Shapes = SHAPES, pool_bytes: int = 24 << 20):
+    def __init__(self, seed: int, *, shapes: Shapes = SHAPES, pool_bytes: int = POOL_BYTES):
         self.random = Random(seed)
         self.cache = Cache(shapes, seed)
         self.pool = FakePool(pool_bytes, CHUNK_BYTES, self.random)
@@ -289,7 +297,7 @@ def test_what_doesnt_fit_is_refused_before_anything_starts(setup: Setup) -> None
     for transfer, said in (
         (Transfer(0, 3, (1, 2, 3, 4)), "region 3"),
         (Transfer(0, 0, (1, 2, 3)), "has 4 blocks"),
-        (Transfer(24 << 20, 0, (1, 2, 3, 4)), "isn't inside"),
+        (Transfer(POOL_BYTES, 0, (1, 2, 3, 4)), "isn't inside"),
         (Transfer(-1, 0, (1, 2, 3, 4)), "isn't inside"),
         (Transfer(0, 0, (1, 2, 3, -2)), "block id -2"),
     ):
