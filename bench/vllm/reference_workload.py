@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import operator
 import os
 import shlex
@@ -44,6 +45,7 @@ SETTLE_S = 0.2
 """How long nothing may be under way before the stores count as done: the gap between two batches is far shorter."""
 POLL_S = 0.002
 STORED_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 180.0
 WARM_UP_REQUESTS = 2
 EXTRA_LENGTH = 64
 """Tokens that a sequence may be longer than prompt and answer: vLLM asks for room."""
@@ -102,6 +104,7 @@ def measure(args: argparse.Namespace, model: Model, transfer: dict[str, Any] | N
     time.sleep(args.start_pause_s)
 
     client = moonpool.connect(args.url, read_only=True, name="reference-workload") if args.mode == "moonpool" else None
+    ready_s = None if client is None else wait_until_ready()
     advance: Callable[[], object] = llm.llm_engine.step
     runs: list[Run] = []
     first: list[list[int]] = []
@@ -136,6 +139,7 @@ def measure(args: argparse.Namespace, model: Model, transfer: dict[str, Any] | N
         "kv_cache_bytes": args.kv_cache_bytes or model.kv_cache_bytes,
         "transfer_config": transfer,
         "started_s": started_s,
+        "pool_ready_s": ready_s,
         "runs": [asdict(run) for run in runs],
         "answers": [hashlib.sha256(repr(answer).encode()).hexdigest()[:16] for answer in first],
         "machine": engine_machine(Path(__file__), sys.argv[1:]),
@@ -165,10 +169,21 @@ def start_engine(args: argparse.Namespace, model: Model, transfer: dict[str, Any
         max_num_seqs=args.requests or model.requests,
         max_num_batched_tokens=max(16_384, tokens + EXTRA_LENGTH),
         kv_cache_memory_bytes=args.kv_cache_bytes or model.kv_cache_bytes,
-        enable_prefix_caching=transfer is not None,
+        enable_prefix_caching=getattr(args, "prefix_caching", transfer is not None),
         disable_log_stats=False,  # counts where tokens came from
         **options,
     )
+
+
+def wait_until_ready(timeout_s: float = READY_TIMEOUT_S) -> float:
+    """Wait until the engine's worker moves KV cache at full speed: until then its pool is being registered with CUDA.
+    Returns how long that took, in seconds. Raises `MoonpoolError` after `timeout_s`."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    begun = time.perf_counter()
+    if not get_kv_transfer_group().wait_ready(timeout_s):
+        raise MoonpoolError(f"the pool was not ready within {timeout_s:g} s; the engine's log says why")
+    return time.perf_counter() - begun
 
 
 def wait_until_stored(
@@ -237,6 +252,8 @@ def _prepare_process(scratch: Path) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if write_stand_ins(scratch):
         sys.path.append(str(scratch))
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("moonpool").setLevel(logging.INFO)  # how long the pool's registration took, what was refused
 
 
 def _line(mode: str, number: int, requests: int, run: Run) -> str:
