@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.node.connection import Connection
+from moonpool.node.connection import FRAMES_PER_STEP, Connection
 from moonpool.node.server import Server
 from moonpool.node.sessions import Session
 from moonpool.node.slices import SLICE, Whole, cut
@@ -164,7 +164,7 @@ class Wire:
     """A client's end of a connection that has no socket: frames in, replies out."""
 
     def __init__(self, server: Server, log: list[tuple[str, m.Message]], name: str) -> None:
-        self.log, self.name, self.frames = log, name, FrameReader()
+        self.log, self.name, self.frames, self.paused = log, name, FrameReader(), False
         self.connection = Connection(server, None, 0)
         self.connection.connection_made(self)  # type: ignore[arg-type]
         self.send(m.Hello(1, 1, 0, [], "", name))
@@ -180,6 +180,12 @@ class Wire:
 
     def set_write_buffer_limits(self, high: int) -> None:
         pass
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
 
 
 @pytest.fixture
@@ -214,3 +220,25 @@ def test_a_connections_requests_stay_in_order_while_others_are_served(
     assert isinstance(earliest, m.Stats)
     assert acquired.statuses == [Status.OK] * len(KEYS), "all of the commit came before any of the get"
     assert earliest.objects == [None], "the first key's commit came last"
+
+
+def test_a_flood_of_small_requests_is_cut_and_read_only_as_it_is_served(
+    desk: Desk, loop: asyncio.AbstractEventLoop
+) -> None:
+    server, log = Server(desk.node, loop), list[tuple[str, m.Message]]()
+    wire = Wire(server, log, "flood")
+    log.clear()
+    flood = [m.Stat(i, [b"k"]) for i in range(2, 5000)]
+    wire.send(m.Touch(0, KEYS), *flood)
+    assert wire.paused, "what has come in is not served yet"
+    assert not log
+    assert len(wire.connection._backlog) < FRAMES_PER_STEP
+    turns = 0
+    while len(log) < len(flood):
+        loop.run_until_complete(asyncio.sleep(0))
+        turns += 1
+        assert len(wire.connection._backlog) <= FRAMES_PER_STEP
+    assert turns > 5
+    assert [reply.id for _, reply in log] == [request.id for request in flood]
+    loop.run_until_complete(asyncio.sleep(0))
+    assert not wire.paused

@@ -123,19 +123,21 @@ class WindowSearch:
 
     def first_fit(self) -> Generator[None, None, int]:
         """The start of the first window by address, or -1 if there is none in the pool."""
-        begin = 0
-        for first, _ in self._scan(0, self._extents.frontier):
-            if not first.size:
-                continue
-            length, slot, owned = self._read(first)
-            bars = owned & self._barred(slot)
-            lows = np.concatenate(([begin], (first + length)[bars]))
-            highs = np.append(first[bars], first[-1] + length[-1])
-            wide = np.flatnonzero(highs - lows >= self._granules)
-            if wide.size:
-                return int(lows[wide[0]])
-            begin = int(lows[-1])
-            yield
+        begin = work = 0
+        for first, cost in self._scan(0, self._extents.frontier):
+            if first.size:
+                length, slot, owned = self._read(first)
+                bars = owned & self._barred(slot)
+                lows = np.concatenate(([begin], (first + length)[bars]))
+                highs = np.append(first[bars], first[-1] + length[-1])
+                wide = np.flatnonzero(highs - lows >= self._granules)
+                if wide.size:
+                    return int(lows[wide[0]])
+                begin = int(lows[-1])
+            work += cost
+            if work >= SURVEY_EXTENTS:
+                work = 0
+                yield
         return -1
 
     def _seeds(self) -> list[tuple[int, int, int]]:
