@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.engines.vllm.metadata import Ended, StepMetadata, WorkerReport
+from moonpool.engines.vllm.metadata import Checked, Ended, StepMetadata, WorkerReport
 from moonpool.engines.vllm.pool import Pool
 
 
@@ -42,6 +42,8 @@ class Bystander:
 
     def start_saves(self, metadata: StepMetadata) -> None:
         self.take_over({}, {save.number for save in metadata.saves}, set())
+        for check in metadata.checks:
+            self._report.checks[check.number] = Checked(1, dropped=len(check.load.parts))
 
     def finished(self) -> Ended:
         ended = Ended(self._finishing, self._ended, self._ended, self._failed_blocks)

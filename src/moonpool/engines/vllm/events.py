@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from moonpool.client.feed import Event, Subscription
 from moonpool.engines.vllm.notes import decode_note
+from moonpool.engines.vllm.spaces import Spaces
 from moonpool.errors import MoonpoolError
+from moonpool.keys import KeySpace
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -233,6 +235,33 @@ class Format(NamedTuple):
     tokens_per_object: int
     kinds: tuple[tuple[str, int | None], ...]
     """Per KV group: vLLM's word for its kind, and its sliding window in tokens."""
+
+
+class Events:
+    """What a scheduler tells. For its thread."""
+
+    def __init__(self, form: Format, watcher: Watcher) -> None:
+        self._form, self._watcher = form, watcher
+        self._watched: tuple[KeySpace, int] | None = None
+        """The engine's key space, and how many adapters of it."""
+
+    def take(self, spaces: Spaces) -> list[Any]:
+        """What has come and gone of these spaces since the last call, in vLLM's own types."""
+        if not spaces.complete:
+            return []
+        watched = spaces.base, len(spaces.known)
+        if watched != self._watched:
+            self._watched = watched
+            groups = range(len(self._form.kinds))
+            scopes = {
+                Scope(adapter, group): spaces.prefixes(adapter, group) for adapter in spaces.known for group in groups
+            }
+            self._watcher.watch(scopes)
+        changes = self._watcher.take()
+        return vllm_events(changes, self._form) if changes else []
+
+    def close(self) -> None:
+        self._watcher.close()
 
 
 def vllm_events(changes: Iterable[Change], form: Format) -> list[Any]:

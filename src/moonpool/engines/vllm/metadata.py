@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from moonpool.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from moonpool.engines.vllm.identity import RankReport
+from moonpool.matching import Extents
 
 
 class Extent(NamedTuple):
@@ -79,8 +80,9 @@ class Save:
 class Check(NamedTuple):
     """What of a hit was computed all the same, to be compared with what is stored: shadow mode."""
 
+    number: int
     load: Load
-    """What would have been loaded: the same objects, and the blocks that hold what was computed."""
+    """What would have been loaded, or a part of it: objects, and the blocks that hold what was computed."""
     adapter: str
     digests: tuple[bytes, ...]
     """Of each part's object."""
@@ -139,8 +141,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Of all KV groups, ranks and seconds added up."""
     unstored: dict[str, int] = field(default_factory=dict)
     """Objects that weren't stored, by reason."""
-    checks: dict[str, Checked] = field(default_factory=dict)
-    """Per request that was checked."""
+    checks: dict[int, Checked] = field(default_factory=dict)
+    """Per check, by number."""
     errors: list[str] = field(default_factory=list)
     ranks: tuple[RankReport, ...] = ()
     """What a worker says of itself, once."""
@@ -205,3 +207,12 @@ def _joined(one: dict[Key, Value], other: dict[Key, Value], add: Callable[[Value
 def own_extents(load: Load, rank: int) -> Sequence[tuple[Part, Extent]]:
     """Each part of a load with the extent that is this rank's."""
     return [(part, part.extents[rank]) for part in load.parts]
+
+
+def extents_of(load: Load, rank: int) -> Extents:
+    """This rank's extents, to be asked whether they are still good."""
+    own = [extent for _, extent in own_extents(load, rank)]
+    return Extents(
+        load.pool_id, load.epoch, [e.id for e in own], [e.offset for e in own], [e.size for e in own],
+        [e.word for e in own],
+    )  # fmt: skip

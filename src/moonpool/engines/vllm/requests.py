@@ -42,7 +42,10 @@ class Tracked:
     """What went wrong with its load on some rank."""
     load_failed: bool = False
     """Its load went wrong once: it is computed, and not looked up again."""
+    drawn: bool = False
+    """Whether it is one of shadow mode's sample has been decided."""
     shadowed: bool = False
+    """A hit that is computed all the same: what it has found stays held, to be compared when that is done."""
     blocks: tuple[list[int], ...] = ()
     """Per KV group, as far as told by the scheduler's output."""
     saved: int = 0

@@ -16,10 +16,11 @@ from moonpool import Group, Match
 from moonpool.client.lookup import PendingMatch
 from moonpool.engines.vllm import compat
 from moonpool.engines.vllm.admission import Admission
-from moonpool.engines.vllm.events import Format, Scope, Watcher, vllm_events
+from moonpool.engines.vllm.events import Events, Format, Watcher
 from moonpool.engines.vllm.guard import note_fault
 from moonpool.engines.vllm.metadata import (
     NO_BYTES,
+    Check,
     Extent,
     Load,
     Moved,
@@ -34,10 +35,10 @@ from moonpool.engines.vllm.plan import NULL_BLOCK, Plan
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.requests import Tracked
 from moonpool.engines.vllm.settings import Settings
+from moonpool.engines.vllm.shadow import Shadows
 from moonpool.engines.vllm.spaces import Spaces
 from moonpool.engines.vllm.stats import Figures, Tally
 from moonpool.errors import MoonpoolError
-from moonpool.keys import KeySpace
 from moonpool.matching import needed
 
 log = logging.getLogger("moonpool.vllm")
@@ -62,17 +63,15 @@ class Scheduler:
         *,
         loads: bool,
         saves: bool,
+        shadow_rate: float = 0.0,
         event_format: Format | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.plan, self.spaces, self.pool = settings, plan, spaces, pool
         self.tally = Tally()
         self.admission = Admission(settings, self.tally)
-        self._event_format = event_format
-        """None: nobody is to be told of events."""
-        self._watcher = Watcher(pool.client, pool.usable)
-        self._watched: tuple[KeySpace, int] | None = None
-        """The key space that is watched, and how many adapters."""
+        self._shadows = Shadows(shadow_rate, plan.ranks, self.tally, pool.client.drop_hold)
+        self._events = None if event_format is None else Events(event_format, Watcher(pool.client, pool.usable))
         self._loads_wanted, self._saves_wanted = loads, saves
         self._clock = clock
         self._engine = uuid.uuid4().hex[:12]
@@ -100,6 +99,8 @@ class Scheduler:
         tracked.computed = computed
         if not self._loads_wanted or not tracked.eligible or tracked.loading or tracked.load_failed:
             return 0, False
+        if tracked.shadowed:
+            return 0, False
         if tracked.match is None:
             if not self.pool.usable():
                 return 0, False
@@ -120,6 +121,11 @@ class Scheduler:
             return self._decline(tracked, "too short", tokens)
         if not self.admission.admits(tokens):
             return self._decline(tracked, "prefill is faster", tokens)
+        if not tracked.drawn:
+            tracked.drawn, tracked.shadowed = True, self._shadows.picks()
+            if tracked.shadowed:
+                self.tally.skipped("shadow", tokens)
+                return 0, False
         return tokens, True
 
     def _decline(self, tracked: Tracked, reason: str, tokens: int) -> tuple[int, bool]:
@@ -202,7 +208,7 @@ class Scheduler:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has given the request blocks, for `tokens` tokens from the pool; 0: for none."""
         tracked = self._track(request)
-        if tracked.loading:
+        if tracked.loading or tracked.shadowed:
             return
         match = tracked.match
         if tokens <= 0:
@@ -215,7 +221,7 @@ class Scheduler:
             tracked.id,
             match.extents.pool_id,
             match.extents.epoch,
-            tuple(self._parts(tracked, match, block_ids, until)),
+            tuple(part for _, part in self._parts(tracked, match, block_ids, until)),
             tokens,
         )
         tracked.loading = True
@@ -234,8 +240,11 @@ class Scheduler:
         if not tracked.loading:
             self._let_go(tracked)
 
-    def _parts(self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int) -> Iterator[Part]:
-        """Each object that is to be loaded: where it lies for each rank, and the blocks that it fills."""
+    def _parts(
+        self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int
+    ) -> Iterator[tuple[int, Part]]:
+        """Each object that is to be loaded: its place in the prompt, where it lies for each rank, and the blocks that
+        it fills."""
         where = match.extents
         assert where is not None
         columns = where.offsets, where.sizes, where.ids, where.words, where.checksums
@@ -250,11 +259,8 @@ class Scheduler:
                 if all(block < 0 for block in blocks):
                     continue
                 entries = [at + shard * len(wanted) + place - wanted.start for shard in shards]
-                yield Part(
-                    group.index,
-                    blocks,
-                    tuple(Extent(*(column[e] for column in columns)) for e in entries),
-                )
+                extents = tuple(Extent(*(column[e] for column in columns)) for e in entries)
+                yield place, Part(group.index, blocks, extents)
             at += len(wanted) * (max(shards) + 1)
 
     # ---- storing -------------------------------------------------------------------------------------------------
@@ -287,11 +293,36 @@ class Scheduler:
                 tracked.blocks = tables.updated(request_id, tracked.blocks)
                 if self._passed_by_window(tracked, tables):
                     metadata.reused |= {request_id}
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.shadowed:
+                metadata.checks += self._due_check(tracked, tables.computed(request_id) + scheduled)
         if self._saves_wanted and output.total_num_scheduled_tokens and self.spaces.complete and self.pool.usable():
             for save in self._due_saves(output, tables):  # each is either told or not begun, also where one fails
                 metadata.saves.append(save)
         if self.spaces.told != self._told_space:
             self._told_space = metadata.space = self.spaces.told
+
+    def _due_check(self, tracked: Tracked, computed: int) -> list[Check]:
+        """The check of a hit that is computed all the same, once that is complete. Its hold is the check's then."""
+        match = tracked.match
+        if match is None or match.extents is None or match.hold is None or not tracked.storable:
+            self._let_go(tracked)
+            return []
+        until = min(match.length, tracked.request.num_tokens)
+        if computed < until:
+            return []
+        digests = self._digests(tracked)
+        parts = [(digests[place], part) for place, part in self._parts(tracked, match, tracked.blocks, until)]
+        if not parts:
+            self._let_go(tracked)
+            return []
+        found, compared = zip(*self._shadows.sample(parts), strict=True)
+        number = next(self._numbers)
+        self._shadows.began(number, match.hold)
+        tracked.match, tracked.shadowed = None, False
+        load = Load(tracked.id, match.extents.pool_id, match.extents.epoch, compared, 0)
+        return [Check(number, load, tracked.adapter, found)]
 
     def _bare_step(self, output: Any) -> StepMetadata:
         """A step with nothing but what the engine waits for: loads into blocks that it has set aside, word of blocks
@@ -390,6 +421,8 @@ class Scheduler:
             self.tally.stored(tokens, *report.stored)
         for reason, objects in report.unstored.items():
             self.tally.not_stored(reason, objects)
+        for number, checked in report.checks.items():
+            self._shadows.reported(number, checked)
         for error in report.errors:
             self.pool.failed(error)
         for number, ranks in report.read.items():
@@ -471,21 +504,7 @@ class Scheduler:
 
     def take_events(self) -> Iterable[Any]:
         """What the pool has stored and removed since the last call, in vLLM's own types, whoever has done it."""
-        if self._event_format is None or not self.spaces.complete:
-            return ()
-        known = self.spaces.known
-        watched = self.spaces.base, len(known)
-        if watched != self._watched:
-            self._watched = watched
-            self._watcher.watch(
-                {
-                    Scope(adapter, group.index): self.spaces.prefixes(adapter, group.index)
-                    for adapter in known
-                    for group in self.plan.groups
-                }
-            )
-        changes = self._watcher.take()
-        return vllm_events(changes, self._event_format) if changes else ()
+        return self._events.take(self.spaces) if self._events is not None else ()
 
     def reset(self) -> bool:
         """The engine's cache no longer holds what its keys say (new weights): from now on this engine has keys of its
@@ -504,7 +523,9 @@ class Scheduler:
 
     def close(self) -> None:
         """End everything that is held."""
-        self._watcher.close()
+        if self._events is not None:
+            self._events.close()
+        self._shadows.close()
         for tracked in [*self._tracked.values(), *self._ending.values()]:
             self._let_go(tracked)
         self._tracked.clear()
@@ -528,4 +549,4 @@ class Scheduler:
             tracked.pending = None
         elif tracked.match is not None and tracked.match.hold is not None:
             self.pool.client.drop_hold(tracked.match.hold)
-        tracked.match = None
+        tracked.match, tracked.shadowed = None, False

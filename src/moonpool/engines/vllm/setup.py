@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from moonpool.client.attachment import Attachment
@@ -10,13 +12,17 @@ from moonpool.engines.vllm import compat, identity
 from moonpool.engines.vllm.compat import Kind, KvGroup, Unsupported
 from moonpool.engines.vllm.events import event_format
 from moonpool.engines.vllm.layout import geometry
+from moonpool.engines.vllm.metadata import WorkerReport
 from moonpool.engines.vllm.plan import GroupPlan, Plan, window_objects
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.scheduler import Scheduler
 from moonpool.engines.vllm.settings import Settings, parse_settings
+from moonpool.engines.vllm.shadow import Comparer, kinds, unsupported
 from moonpool.engines.vllm.spaces import RankSpaces, Spaces
 from moonpool.engines.vllm.worker import Worker
 from moonpool.gpu.mover import Mover, Region
+
+log = logging.getLogger("moonpool.vllm")
 
 
 def scheduler(vllm_config: Any, kv_cache_config: Any) -> Scheduler:
@@ -39,6 +45,7 @@ def scheduler(vllm_config: Any, kv_cache_config: Any) -> Scheduler:
         pool,
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
+        shadow_rate=_shadow_rate(vllm_config, settings),
         event_format=event_format(kv_cache_config, plan.tokens_per_object) if settings.events else None,
     )
 
@@ -64,7 +71,10 @@ def worker(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) ->
     device = (first[0] if isinstance(first, list | tuple) else first).device
     pool = _pool(settings, f"vllm worker {os.getpid()}", prefault=device.type == "cpu")
     place = parallel.ranks.index(rank)
-    made = Worker(settings, place, lies.regions, spaces, pool, lambda a: _mover(a, lies.regions, device, settings))
+    comparer = _comparer(vllm_config, settings, lies.regions, kv_caches, device, pool)
+    made = Worker(
+        settings, place, lies.regions, spaces, pool, lambda a: _mover(a, lies.regions, device, settings), comparer
+    )
     made.attach()
     return made
 
@@ -103,8 +113,35 @@ def _check(vllm_config: Any) -> None:
         raise Unsupported(reason)
 
 
+def _shadow_rate(vllm_config: Any, settings: Settings) -> float:
+    """The setting, or 0 where this engine's KV can't be compared."""
+    why = unsupported(str(vllm_config.cache_config.cache_dtype)) if settings.shadow_rate else None
+    if why is not None:
+        log.error(why)
+    return settings.shadow_rate if why is None else 0.0
+
+
 def _pool(settings: Settings, name: str, *, prefault: bool) -> Pool:
     return Pool(settings.url, name, failures_max=settings.failures_max, retry_s=settings.retry_s, prefault=prefault)
+
+
+def _comparer(
+    vllm_config: Any,
+    settings: Settings,
+    regions: tuple[Region, ...],
+    kv_caches: dict[str, Any],
+    device: Any,
+    pool: Pool,
+) -> Callable[[Callable[[WorkerReport], None]], Comparer] | None:
+    """What makes a worker's comparer; None where nothing is compared."""
+    if not settings.shadow_rate:
+        return None
+    try:
+        found = kinds(regions, kv_caches, str(vllm_config.cache_config.cache_dtype))
+    except Unsupported as error:
+        log.error("shadow mode is off: %s", error)
+        return None
+    return lambda tell: Comparer(regions, found, device, settings.shadow_tolerance, pool, tell)
 
 
 def _mover(attachment: Attachment, regions: tuple[Region, ...], device: Any, settings: Settings) -> Mover:

@@ -13,6 +13,7 @@ REASONS = (
     "too short",
     "lookup too slow",
     "shadow",
+    "no checksum yet",
     "object gone",
     "node gone",
     "integrity",

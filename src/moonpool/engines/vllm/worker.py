@@ -18,13 +18,25 @@ from moonpool.client.attachment import Attachment
 from moonpool.client.writing import Reservations
 from moonpool.engines.vllm.bystander import Bystander
 from moonpool.engines.vllm.guard import note_fault
-from moonpool.engines.vllm.metadata import Ended, Extent, Load, Moved, Save, StepMetadata, WorkerReport, own_extents
+from moonpool.engines.vllm.metadata import (
+    Check,
+    Checked,
+    Ended,
+    Extent,
+    Load,
+    Moved,
+    Save,
+    StepMetadata,
+    WorkerReport,
+    extents_of,
+    own_extents,
+)
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
+from moonpool.engines.vllm.shadow import Comparer
 from moonpool.engines.vllm.spaces import RankSpaces
 from moonpool.errors import MoonpoolError, NodeUnavailable
 from moonpool.gpu.mover import Mover, Region, Ticket, Transfer
-from moonpool.matching import Extents
 from moonpool.node.checksums import checksum
 from moonpool.status import Status
 
@@ -84,6 +96,7 @@ class Worker:
         spaces: RankSpaces,
         pool: Pool,
         make_mover: Callable[[Attachment], Mover],
+        make_comparer: Callable[[Callable[[WorkerReport], None]], Comparer] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.settings, self.rank, self.regions, self.spaces, self.pool = settings, rank, regions, spaces, pool
@@ -102,7 +115,8 @@ class Worker:
         self._stored: SimpleQueue[Storing | None] = SimpleQueue()
         self._storing_bytes = 0
         self._told: SimpleQueue[WorkerReport] = SimpleQueue()
-        """What the committing thread has to report."""
+        """What threads have to report."""
+        self._comparer = make_comparer(self._told.put) if make_comparer is not None else None
         self._committer = threading.Thread(target=self._commit_all, name="moonpool-commit", daemon=True)
         self._committer.start()
 
@@ -136,6 +150,8 @@ class Worker:
 
     def start_saves(self, metadata: StepMetadata) -> None:
         """Reserve room for what the step has completed and the pool lacks, and submit its stores."""
+        for check in metadata.checks:
+            self._check(check)
         if not metadata.saves:
             return
         saves, storing = metadata.saves, None
@@ -190,8 +206,7 @@ class Worker:
 
     def report(self) -> WorkerReport | None:
         """What has happened since the last report; None for nothing."""
-        while not self._told.empty():
-            self._report = self._report.aggregate(self._told.get())
+        self._hear()
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -201,6 +216,8 @@ class Worker:
         """Stop all copies, and have somebody answer for what was under way: for the case that this object can't."""
         self._stop_copying()
         self._stored.put(None)
+        self._stop_comparing()
+        self._hear()
         bystander = Bystander("a worker has failed, see its log", self.pool)
         bystander.pass_on(self._report)
         bystander.take_over(
@@ -217,6 +234,7 @@ class Worker:
         self._stop_copying()
         if self._checker is not None:
             self._checker.shutdown()
+        self._stop_comparing()
         self.pool.close()
 
     # ---- within --------------------------------------------------------------------------------------------------
@@ -240,6 +258,24 @@ class Worker:
         mover, self._mover = self._mover, None
         if mover is not None:
             mover.close()
+
+    def _stop_comparing(self) -> None:
+        if self._comparer is not None:
+            self._report.checks.update(self._comparer.close())
+
+    def _hear(self) -> None:
+        while not self._told.empty():
+            self._report = self._report.aggregate(self._told.get())
+
+    def _check(self, check: Check) -> None:
+        """Begin to compare what was computed; the scheduler, who holds what is stored, waits for a report."""
+        try:
+            if self._comparer is None:
+                raise MoonpoolError("shadow mode is off on this worker")
+            self._comparer.begin(check, self.rank, self.spaces)
+        except Exception as error:
+            note_fault("a check", error)
+            self._report.checks[check.number] = Checked(1, dropped=len(check.load.parts))
 
     def _await_read(self, storing: Storing) -> None:
         """Wait until a store no longer reads its blocks; what it reads after that is not to be trusted."""
@@ -308,7 +344,7 @@ class Worker:
         assert loading.ticket is not None
         if loading.ticket.error:
             return loading.ticket.error
-        if not self.pool.client.still_good(_extents(loading.load, self.rank)):
+        if not self.pool.client.still_good(extents_of(loading.load, self.rank)):
             return "the object went away meanwhile"
         if loading.differs is not None and loading.differs.result():
             self._report.off = "stored bytes differ from their checksum"  # those of an object that is still held
@@ -391,14 +427,6 @@ class Worker:
         if not self.settings.verify:
             return []
         return [0 if item.buffer is None else checksum(item.buffer.data) for item in reservations]
-
-
-def _extents(load: Load, rank: int) -> Extents:
-    own = [extent for _, extent in own_extents(load, rank)]
-    return Extents(
-        load.pool_id, load.epoch, [e.id for e in own], [e.offset for e in own], [e.size for e in own],
-        [e.word for e in own],
-    )  # fmt: skip
 
 
 def _differ(ticket: Ticket, pool: memoryview, extents: Sequence[Extent]) -> bool:
