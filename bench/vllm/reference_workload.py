@@ -252,8 +252,9 @@ def _prepare_process(scratch: Path) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if write_stand_ins(scratch):
         sys.path.append(str(scratch))
-    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("moonpool").setLevel(logging.INFO)  # how long the pool's registration took, what was refused
+    logging.basicConfig(format="%(relativeCreated)d ms %(name)s: %(message)s", level=logging.WARNING)
+    # How long the pool's registration took, what was refused; at "debug" the time of each stage of each batch.
+    logging.getLogger("moonpool").setLevel(os.environ.get("MOONPOOL_LOG", "info").upper())
 
 
 def _line(mode: str, number: int, requests: int, run: Run) -> str:

@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long one step waits for the answer to a lookup; the request is asked for again the next step."""
     load_timeout_s: float = 10.0
     """A load that takes longer has failed; its tokens are computed."""
-    store_inflight_bytes: int = 2 << 30
+    store_inflight_bytes: int = 8 << 30
     """KV that may wait to be stored; beyond it, what is computed isn't stored."""
     staging_bytes: int = 256 << 20
     """Pinned or GPU memory through which small pieces are gathered for one large copy."""

@@ -317,6 +317,11 @@ class Worker:
             loading.size += extent.size
         ticket = self._mover.load(transfers, after=self._mark if self._mark is not None else self._mover.mark())
         loading.ticket = ticket
+        if log.isEnabledFor(logging.DEBUG):
+            submit_us = (self._clock() - loading.began) * 1e6
+            log.debug(
+                "load of %s: %d objects, %d bytes; submit %.0f us", load.request_id, len(own), loading.size, submit_us
+            )
         if self._checker is not None:
             pool, extents = self.pool.client.link.attachment.pool.view, [extent for _, extent in own]
             loading.differs = self._checker.submit(_differ, ticket, pool, extents)
@@ -335,6 +340,12 @@ class Worker:
         now = self._clock()
         self._report.loaded[load.request_id] = Moved(loading.size, now - max(loading.began, self._counted_until))
         self._counted_until = now
+        if log.isEnabledFor(logging.DEBUG):
+            took_s = now - loading.began
+            log.debug(
+                "loaded %s: %.1f ms since it was submitted, %.1f GB/s",
+                load.request_id, took_s * 1e3, loading.size / took_s / 1e9,
+            )  # fmt: skip
         return True
 
     def _fault_of(self, loading: Loading) -> str:
