@@ -29,7 +29,8 @@ CHUNK_BYTES = 3 * 4096
 @pytest.fixture(autouse=True)
 def short_pieces_count_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is copied directly needs no megabytes."""
-    monkeypatch.setattr(plan, "DIRECT_PIECE_BYTES_MIN", 4096)
+    for name in ("DIRECT_LOAD_BYTES_MIN", "DIRECT_STORE_BYTES_MIN"):
+        monkeypatch.setattr(plan, name, 4096)
 
 
 class Setup:

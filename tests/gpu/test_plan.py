@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from moonpool.gpu.mover import SKIP, Plane, Region, Transfer
 from moonpool.gpu.plan import (
     COPIES_PER_STEP_MAX,
-    DIRECT_PIECE_BYTES_MIN,
+    DIRECT_LOAD_BYTES_MIN,
+    DIRECT_STORE_BYTES_MIN,
     OBJECTS_PER_STEP_MAX,
     Planner,
     check,
@@ -117,10 +118,12 @@ def test_each_wanted_byte_moves_once_to_its_place(data: st.DataObject) -> None:
 
 
 def test_long_blocks_are_copied_directly_and_neighbours_at_once() -> None:
-    size = DIRECT_PIECE_BYTES_MIN
+    size = DIRECT_LOAD_BYTES_MIN
     found = Region((Plane(1 << 40, size, size),), 4)
-    assert is_direct(found)
-    assert not is_direct(region(size, size - 1, blocks=2))
+    assert is_direct(found, load=True)
+    assert not is_direct(region(size, size - 1, blocks=2), load=True)
+    assert is_direct(region(DIRECT_STORE_BYTES_MIN, blocks=2), load=False)
+    assert not is_direct(region(DIRECT_STORE_BYTES_MIN - 1, blocks=2), load=False)
     (step,) = Planner([found], 1 << 20, exact=False).steps([Transfer(4096, 0, (7, 8, SKIP, 3))])
     assert step.part is None
     assert [(copy.pool - 4096, copy.other - (1 << 40), copy.length) for copy in step.copies] == [
@@ -130,7 +133,7 @@ def test_long_blocks_are_copied_directly_and_neighbours_at_once() -> None:
 
 
 def test_direct_steps_have_few_copies() -> None:
-    size = DIRECT_PIECE_BYTES_MIN
+    size = DIRECT_STORE_BYTES_MIN
     found = Region((Plane(1 << 40, 2 * size, size),), 40)
     steps = Planner([found], 1 << 20, exact=True).steps([Transfer(0, 0, tuple(range(40)))])
     assert [len(step.copies) for step in steps] == [16, 16, 8]

@@ -116,7 +116,8 @@ class DeviceMover:
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._helper: threading.Thread | None = None
         self._helper_lock = threading.Lock()
-        kernels = None if all(is_direct(region) for region in self.regions) else self._device.kernels()
+        direct = all(is_direct(region, load=load) for region in self.regions for load in (True, False))
+        kernels = None if direct else self._device.kernels()
         self._load, self._store = (self._lane(load, staging_bytes // 2, kernels) for load in (True, False))
         self._device.settle()
 

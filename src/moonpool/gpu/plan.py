@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from moonpool.gpu.mover import SKIP, Region, Transfer
 
-DIRECT_PIECE_BYTES_MIN = 1 << 20
-"""From here on a piece is copied without staging: single copies of 2 MB reach 51 of 55 GB/s, of 256 KB 33."""
+DIRECT_STORE_BYTES_MIN = 1 << 20
+"""From here on a piece is stored without staging, which leaves the multiprocessors to a forward that may be running:
+single copies of 2 MB reach 49.5 of the wire's 55 GB/s, of 256 KB 35."""
+DIRECT_LOAD_BYTES_MIN = 8 << 20
+"""From here on a piece is loaded without staging. Through staging pieces of 2 MB come at 53 GB/s, singly at 49."""
 COPIES_PER_STEP_MAX = 16
 """A step's copies. With the steps in flight it bounds what is queued in the driver, whose queue takes about 1,000
 operations before a call blocks."""
@@ -92,9 +95,10 @@ def check(transfers: Sequence[Transfer], regions: Sequence[Region], pool_bytes: 
             raise ValueError(f"block id {min(transfer.blocks)} is neither a block nor {SKIP}")
 
 
-def is_direct(region: Region) -> bool:
+def is_direct(region: Region, *, load: bool) -> bool:
     """True where every piece is long enough to be copied without staging."""
-    return all(plane.piece_bytes >= DIRECT_PIECE_BYTES_MIN for plane in region.planes)
+    least_bytes = DIRECT_LOAD_BYTES_MIN if load else DIRECT_STORE_BYTES_MIN
+    return all(plane.piece_bytes >= least_bytes for plane in region.planes)
 
 
 def parts(region: Region, slot_bytes: int) -> tuple[Part, ...]:
@@ -149,7 +153,7 @@ class Planner:
 
     def __init__(self, regions: Sequence[Region], slot_bytes: int, *, exact: bool) -> None:
         self.regions, self.slot_bytes, self.exact = tuple(regions), slot_bytes, exact
-        self.parts = tuple(() if is_direct(region) else parts(region, slot_bytes) for region in regions)
+        self.parts = tuple(() if is_direct(region, load=not exact) else parts(region, slot_bytes) for region in regions)
 
     @property
     def ids_max(self) -> int:
