@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moonpool.capacity import PAGE_BYTES, POOL_BYTES_MIN
+from moonpool.folder.layout import MODE_NAMES
 from moonpool.sizes import format_bytes, parse_bytes, parse_duration
 
 ENVIRONMENT_PREFIX = "MOONPOOL_"
 RESERVE_WAIT_MAX_S = 5.0  # longer, and an engine's step would hang on a store that is full
 LOG_LEVELS = ("debug", "info", "warning", "error")
-MODES = ("off", "read", "write", "on")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -179,7 +179,7 @@ OPTIONS: Mapping[str, Option] = {
         Option("scrub_interval", "scrub_interval_s", _duration(), "time for one pass of the scrub; 0 = none"),
         Option("reconnect_grace", "reconnect_grace_s", _duration(), "how long a restarted node waits for clients"),
         Option("log_level", "log_level", _one_of(LOG_LEVELS), "how much to log"),
-        Option("mode", "mode", _one_of(MODES), "the operator's switch at the start"),
+        Option("mode", "mode", _one_of(MODE_NAMES), "the operator's switch at the start"),
         Option("name", "name", _name, "the node's name in metrics and logs"),
         Option("feed_events", "feed_events", _count(1024, 1 << 24), "how many changes the feed keeps"),
         Option("prefault", "prefault", _truth, "touch the pool's memory in the background"),

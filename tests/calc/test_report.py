@@ -167,6 +167,16 @@ def test_the_command_prints_the_same_as_json() -> None:
     )
 
 
+def test_the_command_tells_how_much_a_nodes_pool_holds() -> None:
+    config = str(CONFIGS / "llama-3.1-8b.json")
+    result = run(config, "--url", "embedded:256MiB")
+    assert result.exit_code == 0
+    assert "The node's pool, 256 MiB (268 MB), holds 2,048 tokens of requests that share nothing." in result.output
+    told = json.loads(run(config, "--url", "embedded:256MiB", "--json").output)
+    assert (told["pool_bytes"], told["pool_tokens"]) == (256 << 20, 2048)
+    assert json.loads(run(config, "--json").output)["pool_tokens"] is None
+
+
 def test_the_command_says_what_is_wrong_in_one_line() -> None:
     for arguments in (
         ("/nowhere",),

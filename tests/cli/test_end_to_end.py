@@ -119,6 +119,9 @@ def test_the_mode_is_shown_and_set_and_obeyed(cli: CommandLine) -> None:
     assert cli.ok("get", "key") == b"value"
     cli.ok("mode", "off")
     assert "moonpool mode" in cli.failed("get", "key")
+    said = cli("exists", "key")
+    assert (said.returncode, said.stdout) == (1, b""), "neither yes nor no"
+    assert "reading is switched off" in said.stderr.decode()
 
 
 def test_spaces_count_what_lies_in_each(cli: CommandLine) -> None:
@@ -221,9 +224,7 @@ def test_serve_says_what_it_serves_and_stops_cleanly_on_a_signal(
     cli: CommandLine, serving: subprocess.Popen[str]
 ) -> None:
     assert serving.stderr is not None
-    assert serving.stderr.readline() == (
-        f"moonpool: node tested serves {cli.folder}, pool 64.0 MiB, 65,536 slots\n"
-    )
+    assert serving.stderr.readline() == (f"moonpool: node tested serves {cli.folder}, pool 64.0 MiB, 65,536 slots\n")
     serving.send_signal(signal.SIGTERM)
     _, said = serving.communicate(timeout=30)
     assert (serving.returncode, said) == (0, "")

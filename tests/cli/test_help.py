@@ -57,6 +57,7 @@ def test_the_lazy_commands_have_examples_too(name: str) -> None:
     for command in leaves(name):
         _, _, examples = help_of(*command).partition("Examples")
         assert f"moonpool {' '.join(command)}" in examples
+        assert "--url" in help_of(*command)
 
 
 def test_no_command_is_left_out_here() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.errors import InvalidRequest
+from moonpool.folder.layout import RECORD_WORDS, Field
 from moonpool.matching import GROUPS_MAX, STEP_MAX
 from moonpool.node.holds import HOLD_KEYS_MAX, SLICE_KEYS
 from moonpool.wire import messages as m
@@ -66,5 +67,5 @@ def test_a_hold_is_hot_at_its_head_wherever_its_slices_end(desk: Desk) -> None:
     assert [number & 0xFFFF_FFFF for number in adopted.ids] == list(desk.session.holds["hold"].slots)
     catalogue = desk.node.catalogue
     assert [catalogue.records.key(slot) for slot in catalogue.space.oldest()] == KEYS[::-1]
-    touched = [catalogue.floats[slot * 20 + 6] for slot in desk.session.holds["hold"].slots]
+    touched = [catalogue.floats[slot * RECORD_WORDS + Field.TOUCHED] for slot in desk.session.holds["hold"].slots]
     assert touched == sorted(touched, reverse=True), "and so a restart finds them"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.folder.layout import RECORD_WORDS, Field
 from moonpool.node.connection import FRAMES_PER_STEP, Connection
 from moonpool.node.server import Server
 from moonpool.node.sessions import Session
@@ -95,7 +96,7 @@ def test_a_long_chain_is_touched_tail_to_head(desk: Desk, kind: str) -> None:
     finish(desk.begin(request_of(desk, kind)))
     catalogue = desk.node.catalogue
     assert [catalogue.records.key(slot) for slot in catalogue.space.oldest()] == KEYS[::-1]
-    touched = [catalogue.floats[catalogue.find(key) * 20 + 6] for key in KEYS]
+    touched = [catalogue.floats[catalogue.find(key) * RECORD_WORDS + Field.TOUCHED] for key in KEYS]
     assert touched == sorted(touched, reverse=True), "and so a restart finds them"
 
 

@@ -25,6 +25,8 @@ EPILOG = """Examples:
 
   moonpool calc config.json --prefill-rate 36800 --bandwidth NIC=50GB/s --bandwidth 100Gb/s
 
+  moonpool calc config.json --url unix:/dev/shm/moonpool
+
   moonpool calc config.json --json | jq .token_bytes
 """
 """Give it to typer as the command's `epilog`."""
@@ -49,13 +51,17 @@ def calc(
         typer.Option(help="What an object costs besides its bytes (by default 5us)."),
     ] = None,
     model_type: Annotated[str | None, typer.Option(help="Read the configuration as this known model type.")] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A node: tell how much its pool holds. Default: none is asked.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Print how large a model's KV cache is, and whether moving it beats computing it.
 
-    Reads the model's config.json alone, and asks no node. Where it doesn't know what a model
-    keeps, it says so and gives no figure.
+    Reads the model's config.json alone; a node is asked only where --url names one. Where it
+    doesn't know what a model keeps, it says so and gives no figure.
     """
+    pool_bytes = None if url is None else _pool_bytes(url)
     try:
         report = calculate(
             read_model(config, model_type=model_type),
@@ -67,6 +73,7 @@ def calc(
             prefill_tokens_per_s=prefill_rate,
             bandwidths=[parse_bandwidth(text) for text in bandwidth] if bandwidth else DEFAULT_BANDWIDTHS,
             object_overhead_s=OBJECT_OVERHEAD_S if object_overhead is None else parse_duration(object_overhead),
+            pool_bytes=pool_bytes,
         )
     except (ConfigError, ValueError) as error:
         typer.echo(f"moonpool calc: {error}", err=True)
@@ -75,3 +82,10 @@ def calc(
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         Console().print(render(report))
+
+
+def _pool_bytes(url: str) -> int:
+    import moonpool
+
+    with moonpool.connect(url, read_only=True, name="calc", prefault=False) as client:
+        return client.pool_bytes

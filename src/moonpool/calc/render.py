@@ -23,6 +23,11 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield _moves(report)
     yield _objects(report)
     yield Text(f"Recommended: {report.recommended_tokens_per_object} tokens an object: {report.recommendation}.")
+    if report.pool_bytes is not None:
+        yield Text(
+            f"The node's pool, {_both(report.pool_bytes)}, holds {report.pool_tokens:,} tokens of requests that share "
+            "nothing."
+        )
     if report.compute_s is None:
         yield Text("Give --prefill-rate (tokens a second) to see what computing takes beside moving.")
     for note in report.notes:

@@ -65,6 +65,10 @@ class Report:
     objects: tuple[ObjectSize, ...]
     recommended_tokens_per_object: int
     recommendation: str
+    pool_bytes: int | None
+    """A node's, where one was asked."""
+    pool_tokens: int | None
+    """How many tokens of such requests it holds, if they share nothing."""
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,6 +87,7 @@ def calculate(
     prefill_tokens_per_s: float | None = None,
     bandwidths: Sequence[Bandwidth] = DEFAULT_BANDWIDTHS,
     object_overhead_s: float = OBJECT_OVERHEAD_S,
+    pool_bytes: int | None = None,
 ) -> Report:
     """Return the sizes and times of one request of `tokens` tokens.
 
@@ -117,6 +122,7 @@ def calculate(
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
     recommended, recommendation = recommend(objects)
+    request_bytes = model.request_elements(tokens) * kv_bytes + whole_state
     return Report(
         model_type=model.model_type,
         layers=_described(model),
@@ -129,7 +135,7 @@ def calculate(
         token_bytes=token_bytes,
         block_bytes=token_bytes * tokens_per_block,
         state_bytes=whole_state,
-        request_bytes=model.request_elements(tokens) * kv_bytes + whole_state,
+        request_bytes=request_bytes,
         rank_token_bytes=rank_token_bytes,
         rank_block_bytes=rank_token_bytes * tokens_per_block,
         rank_state_bytes=rank_state,
@@ -141,6 +147,8 @@ def calculate(
         objects=objects,
         recommended_tokens_per_object=recommended.tokens,
         recommendation=recommendation,
+        pool_bytes=pool_bytes,
+        pool_tokens=None if pool_bytes is None else pool_bytes * tokens // request_bytes,
         notes=_notes(model, tokens, state_type),
     )
 

@@ -11,7 +11,7 @@ import typer
 
 from moonpool.cli.base import Json, Url, Yes, confirm, connect, console, print_json, progress, seconds_from
 from moonpool.cli.figures import lines
-from moonpool.options import MODES
+from moonpool.folder.layout import MODE_NAMES
 from moonpool.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def mode(
       moonpool mode read
       moonpool mode on
     """
-    if word is not None and word not in MODES:
-        raise typer.BadParameter(f"{word!r} is none of {', '.join(MODES)}", param_hint="MODE")
+    if word is not None and word not in MODE_NAMES:
+        raise typer.BadParameter(f"{word!r} is none of {', '.join(MODE_NAMES)}", param_hint="MODE")
     with connect(url, read_only=word is None) as client:
         if word is not None:
             client.set_mode(word)

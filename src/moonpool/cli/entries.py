@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from moonpool.wire.messages import ObjectStat
 
 
+READING_OFF = "reading is switched off; 'moonpool mode on' switches it on"
+
+
 def why(status: Status, detail: str | None) -> str:
     """What a status says, in words, with its detail where there is one."""
     return f"{status.name.lower().replace('_', ' ')}{f' ({detail})' if detail else ''}"

@@ -20,19 +20,21 @@ from moonpool.cli.base import (
     print_json,
     progress,
 )
-from moonpool.cli.entries import as_json, listed, missing, pin_text, rows, time_text, why
+from moonpool.cli.entries import READING_OFF, as_json, listed, missing, pin_text, rows, time_text, why
 
 
 def exists(keys: Keys, url: Url = None) -> None:
     """Say of each key whether an object is stored under it.
 
-    Exits with 1 unless all are.
+    Exits with 1 unless all are, and where reading is switched off.
 
     Examples:
       moonpool exists prompt-1
       moonpool exists prompt-1 prompt-2 && echo both
     """
     with connect(url, read_only=True) as client:
+        if client.mode() not in ("read", "on"):  # where nothing is found, whatever is stored
+            raise CommandFailed(READING_OFF)
         found = client.exists_many(keys)
     for key, there in zip(keys, found, strict=True):
         print(f"{'yes' if there else 'no'}\t{key_text(key)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from moonpool.cli.base import CommandFailed, Key, Url, connect, key_text, progress, seconds_from
-from moonpool.cli.entries import missing, why
+from moonpool.cli.entries import READING_OFF, missing, why
 
 if TYPE_CHECKING:
     from moonpool.client.client import Client
@@ -132,7 +132,7 @@ def _not_read(key: bytes, statuses: Statuses) -> str:
     if statuses[0].name == "MISS":
         return missing([key])
     if statuses[0].name == "DISABLED":
-        return "reading is switched off; 'moonpool mode on' switches it on"
+        return READING_OFF
     return f"{key_text(key)!r} was not read: {why(statuses[0], statuses.details.get(0))}"
 
 

@@ -10,15 +10,15 @@ import msgspec
 from moonpool.client.base import Base
 from moonpool.client.buffers import encode_key, encode_keys
 from moonpool.errors import InvalidRequest, ProtocolError
+from moonpool.folder.layout import MODE_NAMES, Mode
 from moonpool.keys.space import KeySpace
-from moonpool.observe.stats import NodeStats, mode_name
+from moonpool.observe.stats import NodeStats
 from moonpool.status import Status, Statuses
 from moonpool.wire import messages as m
 from moonpool.wire.messages import ObjectStat, SpaceInfo
 
 R = TypeVar("R", bound=m.Message)
 Keys = list[bytes]  # spelled out here because `list` is a method below
-MODES = ("off", "read", "write", "on")
 
 
 class Administration(Base):
@@ -134,14 +134,14 @@ class Administration(Base):
 
     def mode(self) -> str:
         """The operator's switch: "off", "read", "write" or "on". From shared memory."""
-        return mode_name(self.link.attachment.table.mode)
+        return MODE_NAMES[self.link.attachment.table.mode & Mode.ON]
 
     def set_mode(self, mode: str) -> None:
         """Turn the switch for all clients of the node: reads and writes are then misses and DISABLED at once."""
         self._writable()
-        if mode not in MODES:
-            raise InvalidRequest(f"mode {mode!r} is none of {', '.join(MODES)}")
-        self._ask(m.SetMode(0, MODES.index(mode)), m.Count)
+        if mode not in MODE_NAMES:
+            raise InvalidRequest(f"mode {mode!r} is none of {', '.join(MODE_NAMES)}")
+        self._ask(m.SetMode(0, MODE_NAMES.index(mode)), m.Count)
 
     # ---- within --------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class Mode:
     ON: Final = 3
 
 
+MODE_NAMES: Final = ("off", "read", "write", "on")
+"""The mode word as people write it."""
+
+
 class State(IntEnum):
     """What a slot holds. In a record's state word: state | generation << 8 | session << 32."""
 

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from pathlib import Path
+from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,13 @@ def create_file(path: Path, size: int, mode: int, group: int | None = None) -> i
     return fd
 
 
-def column(kind: str, count: int) -> memoryview:
-    """A zeroed column of `count` numbers of struct format `kind`: memory that costs nothing until it is used."""
+@overload
+def column(kind: Literal["b", "B", "i"], count: int) -> memoryview[int]: ...
+@overload
+def column(kind: Literal["d"], count: int) -> memoryview[float]: ...
+def column(kind: Literal["b", "B", "i", "d"], count: int) -> memoryview[int] | memoryview[float]:
+    """A fixed column of `count` zeros of struct format `kind`, resident only where it was written: private memory, as
+    reading a page of a shared mapping makes it resident too."""
     width = np.dtype(kind).itemsize
     memory = mmap.mmap(-1, max(1, count) * width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return memoryview(memory).cast(kind)  # type: ignore[call-overload,no-any-return,unused-ignore]
+    return memoryview(memory).cast(kind)

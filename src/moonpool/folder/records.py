@@ -29,6 +29,7 @@ from moonpool.folder.mapping import Mapping, reserve_file
 from moonpool.keys.fingerprints import PAIRED_KEY_BYTES, fingerprint, fingerprints48
 from moonpool.probes import ARMED, reach
 
+_MAGIC, _LAYOUT, _ID_LOW, _ID_HIGH, _POOL_BYTES, _SLOTS, _INCARNATION = range(7)  # words of the header
 OVERFLOW_STEP = 256  # overflow entries reserved at a time: 320 KiB, about 0.1 ms
 
 # The FLAGS word: flags, key length, metadata length, number of the overflow entry.
@@ -121,7 +122,7 @@ class Records:
         )
         for word, value in enumerate((LAYOUT_VERSION, *values), start=1):
             self.header[word] = value
-        self.header[0] = RECORD_MAGIC
+        self.header[_MAGIC] = RECORD_MAGIC
 
     @staticmethod
     def identity(path: Path) -> Identity | None:
@@ -132,14 +133,14 @@ class Records:
                 size = os.fstat(file.fileno()).st_size
         except OSError:
             return None
-        if len(head) < 8 or head[0] != RECORD_MAGIC or head[1] != LAYOUT_VERSION:
+        if len(head) < 8 or head[_MAGIC] != RECORD_MAGIC or head[_LAYOUT] != LAYOUT_VERSION:
             return None
-        pool_id = int(head[2] | head[3] << 64).to_bytes(16, "little")
-        found = Identity(pool_id=pool_id, pool_bytes=head[4], slots=head[5], incarnation=head[6])
+        pool_id = int(head[_ID_LOW] | head[_ID_HIGH] << 64).to_bytes(16, "little")
+        found = Identity(pool_id, head[_POOL_BYTES], head[_SLOTS], head[_INCARNATION])
         return found if size == Records.file_bytes(found.slots) else None
 
     def set_incarnation(self, incarnation: int) -> None:
-        self.header[6] = incarnation
+        self.header[_INCARNATION] = incarnation
 
     def write(
         self,

@@ -33,6 +33,7 @@ _SPACE_MASK = 0xFFFF_FFFF
 _CHECKSUM_MASK = 0xFFFF_FFFF_FFFF_FFFF
 # Plain numbers, because looking an enumeration's member up costs more than the store it names.
 _SIZE, _WORD, _CREATED, _TOUCHED = (int(f) for f in (Field.SIZE, Field.WORD_AND_SPACE, Field.CREATED, Field.TOUCHED))
+_PRINT = int(Field.FINGERPRINT)
 _EXPIRY, _CHECKSUM, _FLAGS, _EPOCH = (int(f) for f in (Field.EXPIRY, Field.CHECKSUM, Field.FLAGS, Field.EPOCH))
 _RESERVED, _COMMITTED, _DOOMED = int(State.RESERVED), int(State.COMMITTED), int(State.DOOMED)
 _SUMMED, _PROTECTED = Flag.CHECKSUM, Flag.SOFT | Flag.HARD
@@ -297,7 +298,7 @@ class Catalogue:
             self.space.protect(slot, self.protection(slot))
         if not self.has_expiry and self.floats[base + _EXPIRY]:
             self.has_expiry = True
-        self._appear(slot, state >> 8 & GENERATION_MASK, words[base + 3], number, words[base + _SIZE])
+        self._appear(slot, state >> 8 & GENERATION_MASK, words[base + _PRINT], number, words[base + _SIZE])
         return True
 
     def admit(

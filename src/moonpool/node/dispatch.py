@@ -10,12 +10,13 @@ import msgspec
 
 from moonpool.errors import InvalidRequest, ReadOnly
 from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX, RECORD_WORDS, Mode
-from moonpool.node.node import RESERVE_WAIT_MAX_S, Node
+from moonpool.node.node import Node
 from moonpool.node.sessions import Session
 from moonpool.node.slices import SLICE, Whole, cut
 from moonpool.node.steps import Steps
 from moonpool.node.store import SLOT_MASK
 from moonpool.observe.stats import node_stats
+from moonpool.options import RESERVE_WAIT_MAX_S
 from moonpool.status import Status
 from moonpool.wire import messages as m
 from moonpool.wire.versions import FEATURES, Version, boot_id

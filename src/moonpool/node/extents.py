@@ -8,37 +8,18 @@ are touched: nothing here is resized, and nothing is seen by the garbage collect
 
 from __future__ import annotations
 
-import mmap
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moonpool.folder.mapping import column
 
 # Below this, each length has a class of its own; above, eight classes share a power of two (at most 12% too long).
 EXACT_CLASSES: Final = 16
 CLASSES: Final = 256
 # How many runs of a request's own class are looked at, as some of them may be too short for it.
 CLASS_WALK_MAX: Final = 64
-
-
-def int_column(count: int) -> memoryview[int]:
-    """A fixed array of 32-bit zeros in a mapping of its own, resident only where it was written."""
-    return memoryview(_mapping(count * 4)).cast("i")
-
-
-def byte_column(count: int) -> memoryview[int]:
-    """The same of signed bytes."""
-    return memoryview(_mapping(count)).cast("b")
-
-
-def float_column(count: int) -> memoryview[float]:
-    """The same of 64-bit floats."""
-    return memoryview(_mapping(count * 8)).cast("d")
-
-
-def _mapping(nbytes: int) -> mmap.mmap:
-    # Private, as reading a page of a shared mapping that was never written makes it resident.
-    return mmap.mmap(-1, max(8, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def size_class(granules: int) -> int:
@@ -78,12 +59,12 @@ class Extents:
     def __init__(self, granules: int) -> None:
         self.granules: Final = granules
         self.frontier = 0
-        self.starts = int_column(granules + 1)
-        self.ends = int_column(granules + 1)
+        self.starts = column("i", granules + 1)
+        self.ends = column("i", granules + 1)
         self.starts_array: NDArray[np.int32] = np.frombuffer(self.starts, np.int32)
         self._sentinel = granules + 1
-        self._next = int_column(granules + 1 + CLASSES)
-        self._previous = int_column(granules + 1 + CLASSES)
+        self._next = column("i", granules + 1 + CLASSES)
+        self._previous = column("i", granules + 1 + CLASSES)
         for ring in range(self._sentinel, self._sentinel + CLASSES):
             self._next[ring] = self._previous[ring] = ring
         self._bits = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from moonpool.config import NodeConfig, default_slots
 from moonpool.errors import FolderError
 from moonpool.folder.folder import Folder
-from moonpool.folder.layout import Header, Mode
+from moonpool.folder.layout import MODE_NAMES, Header
 from moonpool.folder.mapping import Mapping, create_file, reserve_file
 from moonpool.folder.records import Identity, Records
 from moonpool.folder.spaces import SpaceFile
@@ -27,11 +27,8 @@ from moonpool.node.roster import Roster
 from moonpool.node.space import Space
 from moonpool.node.store import Store
 from moonpool.observe.counters import Counters
+from moonpool.options import RESERVE_WAIT_MAX_S
 from moonpool.probes import ARMED, reach
-
-MODES = {"off": Mode.OFF, "read": Mode.READ, "write": Mode.WRITE, "on": Mode.ON}
-RESERVE_WAIT_MAX_S = 5.0
-"""The longest that a reservation may ask to wait for space: beyond that, computing the KV cache is quicker."""
 
 
 @dataclass(slots=True)
@@ -175,7 +172,7 @@ def _assemble(
         incarnation=incarnation,
         slots=config.slots,
         pool_bytes=config.pool_bytes,
-        mode=MODES[config.mode] if spaces.mode is None else spaces.mode,
+        mode=MODE_NAMES.index(config.mode) if spaces.mode is None else spaces.mode,
     )
     if pool.size != config.pool_bytes:
         raise FolderError(f"the pool file has {pool.size} bytes instead of {config.pool_bytes}")

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.node.extents import byte_column, float_column, int_column
+from moonpool.folder.mapping import column
 
 # Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
 RINGS: Final = 33
@@ -50,20 +50,20 @@ class Objects:
     def __init__(self, slots: int, claimed: list[tuple[int, int]]) -> None:
         self.slots: Final = slots
         self._claimed = claimed
-        self.first = int_column(slots)
-        self.length = int_column(slots)
-        self.pins = int_column(slots)
-        self.level = byte_column(slots)
-        self.last_used = float_column(slots)
+        self.first = column("i", slots)
+        self.length = column("i", slots)
+        self.pins = column("i", slots)
+        self.level = column("b", slots)
+        self.last_used = column("d", slots)
         self.first_array: NDArray[np.int32] = np.frombuffer(self.first, np.int32)
         self.length_array: NDArray[np.int32] = np.frombuffer(self.length, np.int32)
         self.pins_array: NDArray[np.int32] = np.frombuffer(self.pins, np.int32)
         self.level_array: NDArray[np.int8] = np.frombuffer(self.level, np.int8)
         self.last_used_array: NDArray[np.float64] = np.asarray(self.last_used)
         self._sentinel: Final = slots
-        self._rings = byte_column(slots)
-        self._next = int_column(slots + RINGS)
-        self._previous = int_column(slots + RINGS)
+        self._rings = column("b", slots)
+        self._next = column("i", slots + RINGS)
+        self._previous = column("i", slots + RINGS)
         for ring in range(slots, slots + RINGS):
             self._next[ring] = self._previous[ring] = ring
         # One bit for each ring that ever held something: few sizes are in use in one pool.

@@ -26,6 +26,9 @@ from moonpool.wire import messages as m
 CHAIN_STEP_S = 1e-6
 """How much older than its forerunner each object of a chain is in the records: a restart has only those."""
 SLOT_MASK = 0xFFFF_FFFF
+# Plain numbers, because looking an enumeration's member up costs more than what is done with it.
+_OFFSET, _SIZE, _WORD = int(Field.OFFSET), int(Field.SIZE), int(Field.WORD_AND_SPACE)
+_TOUCHED, _CHECKSUM, _COMMITTED = int(Field.TOUCHED), int(Field.CHECKSUM), int(State.COMMITTED)
 _OK, _MISS = int(Status.OK), int(Status.MISS)
 _EXISTS, _STALE = int(Status.EXISTS), int(Status.STALE)
 
@@ -62,7 +65,7 @@ class Store(Reserving):
                     )
                 if isinstance(slot, int):
                     ids[i] = id_of(slot)
-                    offsets[i] = words[slot * RECORD_WORDS + 1]
+                    offsets[i] = words[slot * RECORD_WORDS + _OFFSET]
                     add(slot)
                 else:
                     statuses[i] = int(slot[0])
@@ -118,7 +121,7 @@ class Store(Reserving):
                 metadata = request.metadata[i] if request.metadata else b""
                 slot = yield from self._reserve_one(session, key, size, metadata, options, deadline, i in duplicates)
             if isinstance(slot, int):
-                offset = words[slot * RECORD_WORDS + 1]
+                offset = words[slot * RECORD_WORDS + _OFFSET]
                 pool[offset : offset + size] = value
                 if ARMED:
                     reach("node-inline-filled")
@@ -135,7 +138,7 @@ class Store(Reserving):
         for start in reversed(range(0, len(written), SLICE_KEYS)):
             # What came later in the batch, or from others meanwhile, may have evicted what came first.
             part = written[start : start + SLICE_KEYS]
-            self.touch_chain([slot for slot in part if words[slot * RECORD_WORDS] & 0xFF == State.COMMITTED], start)
+            self.touch_chain([slot for slot in part if words[slot * RECORD_WORDS] & 0xFF == _COMMITTED], start)
             if start:
                 yield None
         return m.StatusReply(request.id, statuses, details)
@@ -277,7 +280,7 @@ class Store(Reserving):
             if slot < 0:
                 statuses.append(_MISS)
                 continue
-            size = self.words[slot * RECORD_WORDS + Field.SIZE]
+            size = self.words[slot * RECORD_WORDS + _SIZE]
             if level and not catalogue.protection(slot) and catalogue.protected_bytes + size > self.pin_bytes_max:
                 statuses.append(int(Status.TOO_LARGE))
                 details[i] = self._pin_limit()
@@ -303,17 +306,17 @@ class Store(Reserving):
             session.pinned_since = self.clock()
         for slot in slots:
             base = slot * RECORD_WORDS
-            if slot >= 0 and ((state := words[base]) & 0xFF == State.COMMITTED) and (simple or catalogue.visible(slot)):
+            if slot >= 0 and ((state := words[base]) & 0xFF == _COMMITTED) and (simple or catalogue.visible(slot)):
                 number = slot | state >> 8 << 32 & 0xFF_FFFF << 32
                 pins[slot] += 1
                 held[number] = held.get(number, 0) + 1
                 found.append(slot)
                 statuses.append(0)
                 ids.append(number)
-                offsets.append(words[base + 1])
-                sizes.append(words[base + 2])
-                places.append(words[base + 4] >> 32)
-                checksums.append(words[base + 8])
+                offsets.append(words[base + _OFFSET])
+                sizes.append(words[base + _SIZE])
+                places.append(words[base + _WORD] >> 32)
+                checksums.append(words[base + _CHECKSUM])
             else:
                 statuses.append(_MISS)
                 ids.append(0)
@@ -334,7 +337,7 @@ class Store(Reserving):
         self.space.touch_chain(slots)
         floats, used = self.floats, self.catalogue.wall() - place * CHAIN_STEP_S
         for slot in slots:
-            floats[slot * RECORD_WORDS + 6] = used
+            floats[slot * RECORD_WORDS + _TOUCHED] = used
             used -= CHAIN_STEP_S
 
 

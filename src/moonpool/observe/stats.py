@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moonpool.config import Setting
+from moonpool.folder.layout import MODE_NAMES, Mode
 from moonpool.node.sessions import Standing
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def node_stats(node: Node, quarantined_bytes: int, *, latencies: bool = True) ->
         name=config.name,
         pool_id=node.pool_id.hex(),
         incarnation=node.incarnation,
-        mode=mode_name(node.mode),
+        mode=MODE_NAMES[node.mode & Mode.ON],
         uptime_s=now - node.started,
         pool_bytes=config.pool_bytes,
         reserved_bytes=node.reserved_bytes,
@@ -163,11 +164,6 @@ def node_stats(node: Node, quarantined_bytes: int, *, latencies: bool = True) ->
         ],
         options=config.settings(),
     )
-
-
-def mode_name(mode: int) -> str:
-    """The mode word as people write it."""
-    return ("off", "read", "write", "on")[mode & 3]
 
 
 def _oldest_pin(node: Node, now: float) -> OldestPin | None:
