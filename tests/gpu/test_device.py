@@ -170,8 +170,9 @@ def test_loads_of_neighbouring_extents_are_one_copy_up_to_the_border_of_a_chunk(
 def test_a_step_takes_few_operations_of_the_device(setup: Setup) -> None:
     setup.cuda.frozen = True
     setup.mover.load([setup.transfer(0, adjacent=True) for _ in range(3)])
-    # Ids, copy, filled; filled awaited, two kernels (pieces of 64 and of 16), ended; the ticket's two events and wait.
-    assert setup.cuda.pending == 3 + 4 + 3
+    # Ids, copy, filled; filled awaited, two kernels (pieces of 64 and of 16), ended; the wires joined; the ticket's two
+    # events and wait.
+    assert setup.cuda.pending == 3 + 4 + 2 + 3
 
 
 def test_a_ticket_of_nothing_is_done(setup: Setup) -> None:
