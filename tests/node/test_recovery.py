@@ -60,3 +60,18 @@ def test_a_record_that_is_cut_short_leaves_the_generation(house: House, monkeypa
     new = house.ask(m.Acquire(1, [b"new"])).ids[0]
     assert new & 0xFFFF_FFFF == old & 0xFFFF_FFFF, "the same place of the table"
     assert new != old
+
+
+def test_a_priority_keeps_an_object_after_a_restart_too(house: House) -> None:
+    preferred = [b"preferred %d" % i for i in range(20)]
+    value = [memoryview(bytes(5000))]
+    assert not any(house.ask(m.PutInline(1, preferred, value * 20, m.Options(priority=3))).statuses)
+    house.leave()
+    for restarts in range(2):
+        house.restart()
+        for batch in range(20):  # the pool has room for 2,048
+            house.put([b"%d %d %d" % (restarts, batch, i) for i in range(200)])
+        assert house.node.catalogue.counters.removals["evicted"] > 1500
+        objects = house.ask(m.Stat(1, preferred)).objects
+        assert [stat.priority for stat in objects] == [3] * 20, "older than all that were evicted"
+        house.leave()

@@ -22,6 +22,7 @@ from moonpool.testing.space_model import SpaceModel, check_map
 SLOTS = 40
 GRANULES = 64
 sizes = st.one_of(st.integers(1, 4), st.integers(1, GRANULES))
+priorities = st.sampled_from([0, 0, 1, 2, 3, 255])
 draws = st.integers(0, SLOTS - 1)
 
 
@@ -66,26 +67,27 @@ class SpaceMachine(RuleBasedStateMachine):
         self.model.evict(slot)
         self.unused.append(slot)
 
-    @rule(granules=sizes, durable=st.booleans(), part=st.integers(0, GRANULE_BYTES - 1))
+    @rule(granules=sizes, durable=st.booleans(), part=st.integers(0, GRANULE_BYTES - 1), priority=priorities)
     @precondition(lambda self: self.unused)
-    def allocate(self, granules: int, durable: bool, part: int) -> None:
+    def allocate(self, granules: int, durable: bool, part: int, priority: int) -> None:
         self._disturb()
         slot = self.unused[-1]
-        offset = self.space.allocate(slot, granules * GRANULE_BYTES - part, durable=durable)
+        offset = self.space.allocate(slot, granules * GRANULE_BYTES - part, durable=durable, priority=priority)
         if offset >= 0:
             self.model.own(slot, offset, granules * GRANULE_BYTES)
             self.unused.pop()
         else:
             assert self.making or self.model.longest_run() < granules, "free bytes that suffice weren't found"
 
-    @rule(granules=sizes, durable=st.booleans(), soft=st.booleans(), at_once=st.booleans())
+    @rule(granules=sizes, durable=st.booleans(), soft=st.booleans(), at_once=st.booleans(), priority=priorities)
     @precondition(lambda self: self.unused)
-    def make_room(self, granules: int, durable: bool, soft: bool, at_once: bool) -> None:
+    def make_room(self, granules: int, durable: bool, soft: bool, at_once: bool, priority: int) -> None:
         self._disturb()
         slot = self.unused.pop()
         model = self.model
         model.passed_over |= bool(self.making) or not all(model.evictable(each, SOFT) for each in model.order)
-        steps = self.space.make_room(slot, granules * GRANULE_BYTES, self._evict, durable=durable, soft=soft)
+        nbytes = granules * GRANULE_BYTES
+        steps = self.space.make_room(slot, nbytes, self._evict, durable=durable, soft=soft, priority=priority)
         should_succeed = not self.making and model.longest_run(HARD if soft else SOFT) >= granules
         self.making[slot] = Making(steps, granules * GRANULE_BYTES, should_succeed)
         while at_once and slot in self.making:

@@ -192,9 +192,9 @@ class Writing(Base):
         then revised by a purge or the node's death within that time alone; it is logged.)
         `ttl_s`: never served after that. `pin`: "soft" (evicted last, until `pin_ttl_s` has passed) or "hard" (never
         evicted). `checksums`: xxh3-64 of each value, where the caller has them. `wait_s`: how long to wait for space
-        (the node's default, at most 5 s). `priority`: kept with the object for policies; the default one is
-        recency alone. One status a key, with `.details`. The values are only read, and not any more once this has
-        returned or raised. Raises `NodeUnavailable`, `ReadOnly`.
+        (the node's default, at most 5 s). `priority`: 0 to 255; an object of 1, 2, or 3 and more counts as idle for a
+        half, a quarter, an eighth of the time, where objects are to be evicted. One status a key, with `.details`. The
+        values are only read, and not any more once this has returned or raised. Raises `NodeUnavailable`, `ReadOnly`.
         """
         self._writable()
         if len(keys) != len(values):

@@ -70,15 +70,12 @@ class Evictor:
         if granules >= QUICK_BELOW:
             return -1
         best, best_used = -1, now
-        fitting = granules.bit_length()
-        rings = objects.used >> fitting
-        for power in (fitting, fitting + 1):
-            if not rings & 1:
-                rings >>= 1
+        fitting, used, preferring = granules.bit_length(), objects.used, objects.preferring
+        for ring in objects.rings_of(fitting, fitting + 1) if preferring else (fitting, fitting + 1):
+            if not used >> ring & 1:
                 continue
-            rings >>= 1
-            for slot in objects.coldest(power, limit, QUICK_SEEDS if granules > 1 else 1):
-                last_used = objects.last_used[slot]
+            for slot in objects.coldest(ring, limit, QUICK_SEEDS if granules > 1 else 1):
+                last_used = objects.seems_used(slot, now) if preferring else objects.last_used[slot]
                 length = objects.length[slot]
                 if last_used > best_used or length > 2 * granules:
                     break
@@ -98,9 +95,9 @@ class Evictor:
         if self._unchecked >= self._check_after:
             self._unchecked = 0
             idle_enough = now - (now - best_used) / QUICK_IDLE
-            for power in objects.powers():
-                for slot in objects.coldest(power, limit, 1):
-                    if objects.last_used[slot] < idle_enough:
+            for ring in objects.rings():
+                for slot in objects.coldest(ring, limit, 1):
+                    if objects.seems_used(slot, now) < idle_enough:
                         self._doubted = best
                         return -1
             self._check_after = CHECK_GRANULES

@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 
 from moonpool.folder.mapping import column
 
-# Objects of one power of two in size share a ring; 32 powers of granules are far beyond any pool.
-RINGS: Final = 33
+# Objects of one power of two in size and one priority share a ring; 32 powers of granules are far beyond any pool.
+POWERS: Final = 33
+# An object of priority p counts as idle for this part of the time since its last use; higher ones count as the highest.
+IDLE_SHARES: Final = np.array([1.0, 0.5, 0.25, 0.125])
+PRIORITIES: Final = IDLE_SHARES.size
+RINGS: Final = POWERS * PRIORITIES
 # 0.4 us each.
 PASSED_OVER_MAX: Final = 64
 DRAWS: Final = 32
@@ -20,7 +24,7 @@ DRAW_STRIDE: Final = 1_000_003
 
 
 class Objects:
-    """Columns by slot, and one ring per power of two in size that runs from the coldest object to the hottest.
+    """Columns by slot, and one ring per power of two in size and priority, from the coldest object to the hottest.
 
     Rings by size are what lets a reservation find the coldest object of about its own size at once. A slot is in
     a ring exactly while it owns an extent that isn't held by a reservation still under way.
@@ -43,6 +47,9 @@ class Objects:
         "level_array",
         "pins",
         "pins_array",
+        "preferring",
+        "priority",
+        "priority_array",
         "slots",
         "used",
     )
@@ -54,29 +61,30 @@ class Objects:
         self.length = column("i", slots)
         self.pins = column("i", slots)
         self.level = column("b", slots)
+        self.priority = column("B", slots)
+        # Whether any object ever had a priority: spares everybody else the look.
+        self.preferring = False
         self.last_used = column("d", slots)
         self.first_array: NDArray[np.int32] = np.frombuffer(self.first, np.int32)
         self.length_array: NDArray[np.int32] = np.frombuffer(self.length, np.int32)
         self.pins_array: NDArray[np.int32] = np.frombuffer(self.pins, np.int32)
+        self.priority_array: NDArray[np.uint8] = np.frombuffer(self.priority, np.uint8)
         self.level_array: NDArray[np.int8] = np.frombuffer(self.level, np.int8)
         self.last_used_array: NDArray[np.float64] = np.asarray(self.last_used)
         self._sentinel: Final = slots
-        self._rings = column("b", slots)
+        self._rings = column("B", slots)
         self._next = column("i", slots + RINGS)
         self._previous = column("i", slots + RINGS)
         for ring in range(slots, slots + RINGS):
             self._next[ring] = self._previous[ring] = ring
-        # One bit for each ring that ever held something: few sizes are in use in one pool.
+        # One bit for each ring that ever held something: few sizes, and priorities, are in use in one pool.
         self.used = 0
         self._draw = 0
 
-    def add(self, slot: int, granules: int, now: float) -> None:
-        """Enter a slot as the most recently used of its size."""
-        power = granules.bit_length()
-        self._rings[slot] = power
-        self.used |= 1 << power
+    def add(self, slot: int, granules: int, now: float, priority: int) -> None:
+        """Enter a slot as the most recently used of its size and priority."""
         self.last_used[slot] = now
-        ring, preceding, following = self._sentinel + power, self._previous, self._next
+        ring, preceding, following = self._ring_for(slot, granules, priority), self._previous, self._next
         hottest = preceding[ring]
         following[hottest] = preceding[ring] = slot
         preceding[slot] = hottest
@@ -84,29 +92,35 @@ class Objects:
 
     def add_in_order(self, slot: int, granules: int, last_used: float) -> None:
         """Enter a slot by the time of its last use. O(1) if slots come in that order, else linear: for restarts."""
-        power = granules.bit_length()
-        self._rings[slot] = power
-        self.used |= 1 << power
         self.last_used[slot] = last_used
-        ring = after = self._sentinel + power
+        ring = after = self._ring_for(slot, granules, 0)
         while (before := self._previous[after]) != ring and self.last_used[before] > last_used:
             after = before
         self._insert(slot, after)
 
-    def lay_out(self, slots: NDArray[np.int64], lengths: NDArray[np.int64], last_used: NDArray[np.float64]) -> None:
+    def lay_out(
+        self,
+        slots: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        last_used: NDArray[np.float64],
+        priorities: NDArray[np.int64],
+    ) -> None:
         """Enter many slots at once where there were none; order by `last_used`, coldest first in ties by position."""
-        powers = np.frexp(lengths.astype(np.float64))[1].astype(np.int8)
-        np.frombuffer(self._rings, np.int8)[slots] = powers
+        priorities = np.minimum(priorities, PRIORITIES - 1)
+        rings = (np.frexp(lengths.astype(np.float64))[1] + POWERS * priorities).astype(np.uint8)
+        np.frombuffer(self._rings, np.uint8)[slots] = rings
+        self.priority_array[slots] = priorities
+        self.preferring |= bool(priorities.any())
         self.last_used_array[slots] = last_used
         following, preceding = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
         order = np.argsort(last_used, kind="stable")
-        slots, powers = slots[order], powers[order]
-        for power in np.unique(powers).tolist():
-            chain = slots[powers == power]
-            ring = self._sentinel + power
+        slots, rings = slots[order], rings[order]
+        for number in np.unique(rings).tolist():
+            chain = slots[rings == number]
+            ring = self._sentinel + number
             following[ring], following[chain[:-1]], following[chain[-1]] = chain[0], chain[1:], ring
             preceding[chain[0]], preceding[chain[1:]], preceding[ring] = ring, chain[:-1], chain[-1]
-            self.used |= 1 << power
+            self.used |= 1 << number
 
     def drop(self, slot: int) -> None:
         """Take a slot out of its ring."""
@@ -115,7 +129,7 @@ class Objects:
         self._previous[after] = before
 
     def touch(self, slot: int, now: float) -> None:
-        """Make a slot the most recently used of its size."""
+        """Make a slot the most recently used of its size and priority."""
         following, preceding = self._next, self._previous
         after, before = following[slot], preceding[slot]
         following[before] = after
@@ -131,11 +145,23 @@ class Objects:
         """Whether eviction may take a slot, sparing what is pinned, or protected at `limit` or above."""
         return self.pins[slot] <= 0 and self.level[slot] < limit
 
-    def powers(self) -> list[int]:
-        """The rings that ever held something: sizes in bits of the granules, smallest first."""
-        return [power for power in range(self.used.bit_length()) if self.used >> power & 1]
+    def seems_used(self, slot: int, now: float) -> float:
+        """When a slot counts as last used: the later, the higher its priority."""
+        last_used = self.last_used[slot]
+        if not self.preferring:
+            return last_used
+        return now - (now - last_used) * float(IDLE_SHARES[self.priority[slot]])
 
-    def coldest(self, power: int, limit: int, count: int) -> list[int]:
+    def rings(self) -> list[int]:
+        """The rings that ever held something, small objects first."""
+        return [ring for ring in range(self.used.bit_length()) if self.used >> ring & 1]
+
+    @staticmethod
+    def rings_of(*powers: int) -> list[int]:
+        """The rings of these sizes, in bits of the granules, of all priorities."""
+        return [power + POWERS * priority for priority in range(PRIORITIES) for power in powers]
+
+    def coldest(self, ring: int, limit: int, count: int) -> list[int]:
         """Up to `count` evictable slots of a ring, coldest first, outside the ranges that others are clearing.
 
         Those passed over on the way go to the ring's hot end, at most `PASSED_OVER_MAX` at a time: what is pinned
@@ -143,7 +169,7 @@ class Objects:
         any that are found by a few draws will do.
         """
         following, preceding, pins, level = self._next, self._previous, self.pins, self.level
-        ring = self._sentinel + power
+        number, ring = ring, self._sentinel + ring
         found: list[int] = []
         passed_over = 0
         slot = following[ring]
@@ -159,10 +185,10 @@ class Objects:
                 self._insert(slot, ring)
             slot = after
         if not found and self._claimed and passed_over:
-            return self._drawn(power, limit, count)
+            return self._drawn(number, limit, count)
         return found
 
-    def _drawn(self, power: int, limit: int, count: int) -> list[int]:
+    def _drawn(self, ring: int, limit: int, count: int) -> list[int]:
         """The coldest of a few evictable slots of a ring drawn from all slots."""
         found = set()
         for _ in range(DRAWS):
@@ -171,7 +197,7 @@ class Objects:
             slot = self._draw
             if (
                 self.length[slot]
-                and self._rings[slot] == power
+                and self._rings[slot] == ring
                 and self.evictable(slot, limit)
                 and not self._is_claimed(slot)
             ):
@@ -187,10 +213,22 @@ class Objects:
 
         Valid until any ring changes.
         """
-        return heapq.merge(*map(self._ring, self.powers()), key=self.last_used.__getitem__)
+        return heapq.merge(*map(self._ring, self.rings()), key=self.last_used.__getitem__)
 
-    def _ring(self, power: int) -> Iterator[int]:
-        ring = self._sentinel + power
+    def _ring_for(self, slot: int, granules: int, priority: int) -> int:
+        """The ring that a slot of this size and priority enters; noted as its own."""
+        ring = granules.bit_length()
+        if priority:
+            priority = min(priority, PRIORITIES - 1)
+            ring += POWERS * priority
+            self.preferring = True
+        self.priority[slot] = priority
+        self._rings[slot] = ring
+        self.used |= 1 << ring
+        return self._sentinel + ring
+
+    def _ring(self, ring: int) -> Iterator[int]:
+        ring = self._sentinel + ring
         slot = self._next[ring]
         while slot != ring:
             yield slot

@@ -144,7 +144,7 @@ class Reserving:
         catalogue.claim(key, slot)
         placed = False
         try:
-            offset = self.space.allocate(slot, size, durable=options.pin == 2)
+            offset = self.space.allocate(slot, size, durable=options.pin == 2, priority=options.priority & 0xFF)
             if offset < 0:
                 offset = yield from self._make_room(slot, size, options, deadline)
             if offset < 0:
@@ -190,7 +190,9 @@ class Reserving:
     def _make_room(self, slot: int, size: int, options: m.Options, deadline: float) -> Steps[int]:
         """Evict until there is an extent for `slot`; waits for releases until the deadline, then gives -1."""
         while True:
-            offset = yield from self.space.make_room(slot, size, self.catalogue.evicted, durable=options.pin == 2)
+            offset = yield from self.space.make_room(
+                slot, size, self.catalogue.evicted, durable=options.pin == 2, priority=options.priority & 0xFF
+            )
             if offset >= 0 or self.clock() >= deadline:
                 return offset
             yield from self._wait(deadline)

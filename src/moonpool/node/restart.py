@@ -72,7 +72,8 @@ def _place(node: Node) -> tuple[npt.NDArray[np.int64], Rows]:
         catalogue.spaces.epoch = max(catalogue.spaces.epoch, int((rows["epoch"] >> np.uint64(8)).max()))
         catalogue.table.header[Header.PURGE_EPOCH] = catalogue.spaces.epoch
     last_used = node.store.clock() - (catalogue.wall() - rows["touched"])
-    placed = catalogue.space.place_many(used, rows["offset"].astype(np.int64), rows["size"].astype(np.int64), last_used)
+    offsets, sizes, priorities = (rows[name].astype(np.int64) for name in ("offset", "size", "epoch"))
+    placed = catalogue.space.place_many(used, offsets, sizes, last_used, priorities & 0xFF)
     unknown = (rows["word_and_space"] & 0xFFFF_FFFF) >= len(catalogue.spaces.spaces)  # their registry was lost
     records.table["word_and_space"][used[unknown]] = NO_WORD << 32
     bad = np.concatenate((bad, used[~placed]))

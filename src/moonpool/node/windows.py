@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.node.extents import Extents
-from moonpool.node.objects import Objects
+from moonpool.node.objects import IDLE_SHARES, Objects
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
@@ -43,7 +43,8 @@ class Policy(Protocol):
     """What it costs to evict; any positive scale will do, as only ratios count."""
 
     def byte_cost(self, idle_s: Seconds) -> Seconds:
-        """The cost of evicting one byte of an object unused for `idle_s` > 0; must fall as `idle_s` grows."""
+        """The cost of evicting one byte of an object unused for `idle_s` > 0; must fall as `idle_s` grows. Of an object
+        with a priority less time counts: see `IDLE_SHARES`."""
         ...
 
 
@@ -174,9 +175,9 @@ class WindowSearch:
             yield -np.inf, 0, 1
         for first, length in self._extents.long_runs(FREE_SEEDS):
             yield (-np.inf if length * FREE_SEEDS >= self._granules else np.inf), first, length
-        for power in objects.powers():
-            for slot in objects.coldest(power, self._limit, SEEDS_PER_RING):
-                last_used = objects.last_used[slot]
+        for ring in objects.rings():
+            for slot in objects.coldest(ring, self._limit, SEEDS_PER_RING):
+                last_used = objects.seems_used(slot, self._now)
                 self._idle_min = max(self._idle_min, (self._now - last_used) * IDLE_RESOLUTION)
                 yield last_used, objects.first[slot], objects.length[slot]
 
@@ -239,7 +240,10 @@ class WindowSearch:
     def _survey(self, first: NDArray[np.int64]) -> Survey:
         """What evicting the extents that start here costs. Many in one window are taken together by some."""
         length, slot, owned = self._read(first)
-        idle = np.maximum(self._now - self._objects.last_used_array[slot], self._idle_min)
+        idle = self._now - self._objects.last_used_array[slot]
+        if self._objects.preferring:
+            idle *= IDLE_SHARES[self._objects.priority_array[slot]]
+        idle = np.maximum(idle, self._idle_min)
         evicted = np.where(owned, length, 0)
         cost = self._policy.byte_cost(idle) * evicted
         blocked = owned & self._barred(slot)
