@@ -129,6 +129,9 @@ class DeviceMover:
             raise ValueError("the pool is mapped read-only: nothing can be stored")
         return self._submit(self._store, transfers, after)
 
+    def enter_thread(self) -> None:
+        self._cuda.enter_thread(self._device.index)
+
     def mark(self) -> Mark:
         mark = Mark(self._events)
         self._cuda.record(mark.cuda_event, self._device.current_stream())

@@ -68,6 +68,9 @@ class HostMover:
             raise ValueError("the pool is mapped read-only: nothing can be stored")
         return self._submit(HostTicket(transfers, load=False))
 
+    def enter_thread(self) -> None:
+        pass
+
     def mark(self) -> None:
         return None
 

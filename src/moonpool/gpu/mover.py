@@ -86,6 +86,9 @@ class Mover(Protocol):
         """KV cache → pool. Returns at once. Blocks are read only after what `after` marks, until `Ticket.read`; the
         extents are written until `Ticket.done`. Raises as `load` does."""
 
+    def enter_thread(self) -> None:
+        """To be called by a thread other than the one that made the mover before it submits anything. Idempotent."""
+
     def mark(self) -> object | None:
         """All that has been submitted to the engine's stream by now, to be passed as `after`; None on the host."""
 

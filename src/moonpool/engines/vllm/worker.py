@@ -1,21 +1,19 @@
 """A worker's side: moves the objects that the scheduler names between the pool and this rank's blocks.
 
-Nothing here waits for a copy: loads and stores are submitted, and looked at when the engine asks what has finished. A
-thread of its own waits for stores to end and makes them visible, also while the engine is idle.
+Nothing here waits for a copy: loads are submitted, and looked at when the engine asks what has finished; `storing` does
+the stores in threads of its own.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from moonpool.client.attachment import Attachment
-from moonpool.client.writing import Reservations
 from moonpool.engines.vllm.bystander import Bystander
 from moonpool.engines.vllm.guard import note_fault
 from moonpool.engines.vllm.metadata import (
@@ -35,18 +33,12 @@ from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.shadow import Comparer
 from moonpool.engines.vllm.spaces import RankSpaces
-from moonpool.errors import MoonpoolError, NodeUnavailable
+from moonpool.engines.vllm.storing import Stores
+from moonpool.errors import MoonpoolError
 from moonpool.gpu.mover import Mover, Region, Ticket, Transfer
 from moonpool.node.checksums import checksum
-from moonpool.status import Status
 
 log = logging.getLogger("moonpool.vllm")
-
-CLOSE_WAIT_S = 5.0
-"""How long `close` waits for what is under way to end. It ends by itself in a fraction of that."""
-REUSE_WAIT_S = 5.0
-"""How long blocks that the engine has taken back are kept for the stores that read them. They take a fraction of that;
-what is read later is not made visible."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,21 +57,6 @@ class Loading:
         """Whether no I/O of it is under way any more, and all is known of it that there is to know."""
         done = self.ticket is None or self.ticket.done()
         return done and (self.differs is None or self.differs.done())
-
-
-@dataclass(slots=True, eq=False)
-class Storing:
-    """A step's stores under way on this rank. The extents are reserved by this process until `Worker._conclude`."""
-
-    ticket: Ticket
-    reservations: Reservations
-    groups: list[int]
-    """Of each reservation its KV group."""
-    size: int
-    began: float
-    saves: list[Save] = field(default_factory=list)
-    spoilt: bool = False
-    """Its blocks may have been written to while they were read."""
 
 
 class Worker:
@@ -104,7 +81,6 @@ class Worker:
         self._mover: Mover | None = None
         self._pool_id = b""
         self._loading: dict[str, Loading] = {}
-        self._storing: list[Storing] = []
         self._finishing: set[str] = set()
         self._mark: object | None = None
         """What the engine's stream had to do before this step: loads come after it, not after the step's forward."""
@@ -112,13 +88,10 @@ class Worker:
         """Loads overlap: seconds until here are counted as spent on loading already."""
         self._checker = ThreadPoolExecutor(1, "moonpool-verify") if settings.verify else None
         self._report = WorkerReport(ranks=(spaces.report,))
-        self._stored: SimpleQueue[Storing | None] = SimpleQueue()
-        self._storing_bytes = 0
         self._told: SimpleQueue[WorkerReport] = SimpleQueue()
         """What threads have to report."""
         self._comparer = make_comparer(self._told.put) if make_comparer is not None else None
-        self._committer = threading.Thread(target=self._commit_all, name="moonpool-commit", daemon=True)
-        self._committer.start()
+        self._stores = Stores(settings, regions, spaces, pool, self._told.put, clock)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -131,9 +104,7 @@ class Worker:
                 loading.error = "the engine's cache was reset meanwhile"
         self._mark = self._mover.mark() if metadata.loads and self._mover is not None else None
         if metadata.reused:
-            for storing in self._storing:
-                if any(save.request_id in metadata.reused for save in storing.saves):
-                    self._await_read(storing)
+            self._stores.await_read(metadata.reused)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Submit the step's loads. Each is reported exactly once by `finished`, whatever becomes of it."""
@@ -149,43 +120,31 @@ class Worker:
                 loading.error = f"{type(error).__name__}: {error}"
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        """Reserve room for what the step has completed and the pool lacks, and submit its stores."""
+        """Have what the step completes, and the pool lacks, stored once its forward has run."""
         for check in metadata.checks:
             self._check(check)
         if not metadata.saves:
             return
-        saves, storing = metadata.saves, None
+        begun = False
         try:
             if self._attached():
-                if self._storing_bytes < self.settings.store_inflight_bytes:
-                    storing = self._store(saves)
-                else:
-                    self._unstored("too much under way", sum(len(save.pieces) for save in saves) * len(self.regions))
-        except NodeUnavailable as error:
-            log.debug("a step's stores are lost: %s", error)
+                assert self._mover is not None
+                begun = self._stores.begin(metadata.saves, self._mover)
         except MoonpoolError as error:
             self._report.errors.append(f"{error}")
         except Exception as error:
             note_fault("start_saves", error)
             self._report.errors.append(f"{type(error).__name__}: {error}")
-        if storing is None:
-            self._mark_read(saves)
-            return
-        self._storing_bytes += storing.size
-        self._storing.append(storing)
-        self._stored.put(storing)
+        if not begun:
+            self._mark_read(metadata.saves)
 
     def finished(self) -> Ended:
         """Requests whose blocks are read by no store any more, of those that wait for that, and requests whose load
         has ended. Each is named once."""
-        if self._storing:
-            for storing in [s for s in self._storing if s.ticket.read()]:
-                self._storing.remove(storing)
-                self._storing_bytes -= storing.size
-                self._mark_read(storing.saves)
+        self._mark_read(self._stores.take_read())
         sent: set[str] = set()
         if self._finishing:
-            unread = {save.request_id for storing in self._storing for save in storing.saves}
+            unread = {save.request_id for save in self._stores.unread}
             sent = self._finishing - unread
             self._finishing &= unread
         ended = Ended(sent, set(), set(), set())
@@ -215,22 +174,21 @@ class Worker:
     def give_up(self) -> Bystander:
         """Stop all copies, and have somebody answer for what was under way: for the case that this object can't."""
         self._stop_copying()
-        self._stored.put(None)
+        self._stores.close()
         self._stop_comparing()
         self._hear()
         bystander = Bystander("a worker has failed, see its log", self.pool)
         bystander.pass_on(self._report)
         bystander.take_over(
             {request_id: loading.load.blocks for request_id, loading in self._loading.items()},
-            {save.number for storing in self._storing for save in storing.saves},
+            {save.number for save in self._stores.unread},
             self._finishing,
         )
         return bystander
 
     def close(self) -> None:
         """End everything: copies are waited for, what is whole is made visible."""
-        self._stored.put(None)
-        self._committer.join(CLOSE_WAIT_S)
+        self._stores.close()
         self._stop_copying()
         if self._checker is not None:
             self._checker.shutdown()
@@ -245,7 +203,7 @@ class Worker:
             return False
         attachment = self.pool.client.link.attachment
         if self._mover is None or attachment.pool_id != self._pool_id:
-            if self._loading or self._storing:
+            if self._loading or any(self._stores.unread):
                 return False  # until what is under way over the pool before has ended
             self._stop_copying()
             self._mover = self._make_mover(attachment)
@@ -276,15 +234,6 @@ class Worker:
         except Exception as error:
             note_fault("a check", error)
             self._report.checks[check.number] = Checked(1, dropped=len(check.load.parts))
-
-    def _await_read(self, storing: Storing) -> None:
-        """Wait until a store no longer reads its blocks; what it reads after that is not to be trusted."""
-        deadline = time.monotonic() + REUSE_WAIT_S
-        while not storing.ticket.read():
-            if time.monotonic() > deadline:
-                storing.spoilt = True
-                return
-            time.sleep(0.0001)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until copies run at full speed: a pool is attached, and known to the device."""
@@ -362,82 +311,9 @@ class Worker:
             return self._report.off
         return ""
 
-    def _store(self, saves: list[Save]) -> Storing | None:
-        assert self._mover is not None
-        wanted = list(self._wanted(saves))
-        if not wanted:
-            return None
-        self.pool.declare(self.spaces.all())
-        reservations = self.pool.client.reserve_many(
-            [key for key, *_ in wanted],
-            [self.regions[group].object_bytes for _, group, *_ in wanted],
-            wait_s=0.0,
-            metadata=[note for *_, note in wanted],
-        )
-        if short := reservations.statuses.count(Status.NO_SPACE) + reservations.statuses.count(Status.TOO_LARGE):
-            self._unstored("no room", short)
-        try:
-            transfers = [
-                Transfer(item.offset, group, blocks)
-                for item, (_, group, blocks, _) in zip(reservations, wanted, strict=True)
-                if item.status is Status.OK
-            ]
-            if not transfers:
-                return None
-            ticket = self._mover.store(transfers, after=self._mover.mark())
-        except BaseException:
-            reservations.abort()  # nothing was started
-            raise
-        size = sum(self.regions[transfer.region].object_bytes for transfer in transfers)
-        return Storing(ticket, reservations, [group for _, group, *_ in wanted], size, self._clock(), saves)
-
-    def _wanted(self, saves: list[Save]) -> Iterator[tuple[bytes, int, tuple[int, ...], bytes]]:
-        """Key, KV group, blocks and note of each object that this rank is to store."""
-        seen: set[bytes] = set()
-        for save in saves:
-            for piece in save.pieces:
-                for group, blocks in enumerate(piece.blocks):
-                    key = self.spaces.of(save.adapter)[group].digest + piece.digest
-                    if blocks is not None and key not in seen:
-                        seen.add(key)
-                        yield key, group, blocks, piece.note
-
-    def _unstored(self, reason: str, objects: int) -> None:
-        self._report.unstored[reason] = self._report.unstored.get(reason, 0) + objects
-
-    def _mark_read(self, saves: list[Save]) -> None:
+    def _mark_read(self, saves: Sequence[Save]) -> None:
         for save in saves:
             self._report.read[save.number] = self._report.read.get(save.number, 0) + 1
-
-    def _commit_all(self) -> None:
-        """The committing thread: a store becomes visible when all its bytes are in the pool, never before."""
-        counted_until = 0.0
-        while (storing := self._stored.get()) is not None:
-            try:
-                storing.ticket.wait()
-                error = storing.ticket.error or ("blocks were reused while they were read" if storing.spoilt else None)
-                now = self._clock()
-                took_s, counted_until = now - max(storing.began, counted_until), now
-                if error is not None:
-                    objects = storing.reservations.statuses.count(Status.OK)
-                    storing.reservations.abort()
-                    self._told.put(WorkerReport(unstored={"copy failed": objects}, errors=[error]))
-                    continue
-                statuses = storing.reservations.commit(self._checksums(storing.reservations))
-                groups = [g for g, status in zip(storing.groups, statuses, strict=True) if status is Status.OK]
-                size = sum(self.regions[group].object_bytes for group in groups)
-                self._told.put(WorkerReport(stored_objects=groups.count(0), stored=Moved(size, took_s)))
-            except MoonpoolError as error:
-                log.info("a step's stores are lost: %s", error)
-            except Exception as error:  # a thread that ends would leave every later store reserved
-                note_fault("a store", error)
-                storing.reservations.abort()
-
-    def _checksums(self, reservations: Reservations) -> list[int]:
-        """What loads will be verified by. Elsewhere the node sums what it has, when it has time."""
-        if not self.settings.verify:
-            return []
-        return [0 if item.buffer is None else checksum(item.buffer.data) for item in reservations]
 
 
 def _differ(ticket: Ticket, pool: memoryview, extents: Sequence[Extent]) -> bool:
