@@ -39,6 +39,8 @@ from moonpool.errors import MoonpoolError
 from moonpool.observe.stats import NodeStats
 from moonpool.sizes import parse_bytes
 
+log = logging.getLogger("moonpool.bench")
+
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """Where a prompt token's KV cache can come from, in vLLM's words: its own work, its own cache, the connector."""
 SETTLE_S = 0.2
@@ -114,7 +116,9 @@ def measure(args: argparse.Namespace, model: Model, transfer: dict[str, Any] | N
         for number in range(args.runs):
             before, stats_before = tokens_by_source(llm), client and client.stats()
             begun = time.perf_counter()
+            log.debug("run %d begins", number)
             answers = llm.generate(load, sampling, use_tqdm=False)
+            log.debug("run %d has ended", number)
             answered_s = time.perf_counter() - begun
             stored_s = stored_bytes = None
             if client is not None and stats_before is not None:

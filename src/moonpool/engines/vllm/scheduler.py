@@ -194,6 +194,9 @@ class Scheduler:
                 found = pending.result()
                 tracked.pending = None
                 self.pool.succeeded()
+                if log.isEnabledFor(logging.DEBUG):
+                    took_us = (self._clock() - tracked.asked_at) * 1e6
+                    log.debug("lookup of %s: %d tokens held in %.0f us", tracked.id, found.length, took_us)
                 return found
             if self._clock() - tracked.asked_at < LOOKUP_PATIENCE_S:
                 return None
