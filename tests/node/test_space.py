@@ -523,7 +523,7 @@ def test_priorities_are_found_again_where_many_objects_are_placed_at_once() -> N
     space.grow(300 * G)
     slots = np.arange(300)
     preferred = np.where(slots % 3 == 0, 200, 0)
-    assert space.place_many(slots, slots * G, np.full(300, G), 900.0 - slots * 1e-3, preferred).all()
+    assert space.place_many(slots, slots * G, np.full(300, G), np.linspace(900.0, 899.0, 300), preferred).all()
     evicted = Evicted()
     for slot in range(300, 400):
         finish(space.make_room(slot, G, evicted))
