@@ -1,0 +1,77 @@
+"""Tests with real vLLM engines on the CPU, all in one process: a further engine costs a third of a second.
+
+They run in an environment of their own, see scripts/setup-vllm; in one without vLLM they aren't collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moonpool
+from moonpool.testing.node import RunningNode
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+# Before vLLM is imported: it reads them then.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides what a test asks for
+
+pytest.register_assert_rewrite("tests.vllm.engines")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A maker of model folders: the same arguments, the same folder."""
+    from tests.vllm.models import write_model
+
+    made: dict[Any, Path] = {}
+
+    def make(**changes: Any) -> Path:
+        key = tuple(sorted((name, str(value)) for name, value in changes.items()))
+        if key not in made:
+            made[key] = write_model(tmp_path_factory.mktemp("model"), **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(models: Callable[..., Path]) -> Path:
+    return models()
+
+
+@pytest.fixture
+def engine(model: Path, shared_node: RunningNode, client: moonpool.Client) -> Iterator[Callable[..., Any]]:
+    """A maker of engines, which end with the test. They use the module's node, which is empty, unless told `url`."""
+    from tests.vllm.engines import Engine
+
+    made: list[Engine] = []
+
+    def make(folder: Path = model, *, url: str | None = shared_node.url, **options: Any) -> Engine:
+        made.append(Engine(folder, url, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path) -> Iterator[Any]:
+    """An engine without the pool: what it answers is right."""
+    from tests.vllm.engines import Engine
+
+    engine = Engine(model, None)
+    yield engine
+    engine.close()
