@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import vllm.envs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 import moonpool
@@ -156,7 +157,7 @@ def test_without_the_setting_nothing_is_told_and_nothing_runs(engine: Any) -> No
 
 @pytest.mark.parametrize("integers", [False, True], ids=["bytes", "integers"])
 def test_block_hashes_are_vllms_own(engine: Any, integers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(integers)))
+    monkeypatch.setattr(vllm.envs, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", integers, raising=False)
     router = made_router(engine)
     router.engine.generate([PROMPT])
     eventually(lambda: router.knows(PROMPT[: 3 * OBJECT]), "the prompt is told")
