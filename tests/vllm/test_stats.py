@@ -6,6 +6,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from vllm.config import KVTransferConfig
 
 import moonpool
 from moonpool.engines.vllm.metrics import PREFIX, MoonpoolStats
@@ -132,3 +133,27 @@ def test_stats_add_up_and_can_be_logged() -> None:
     assert not one.is_empty()
     one.reset()
     assert one.is_empty()
+
+
+def test_inside_of_a_multi_connector_it_counts_as_well(engine: Any, shared_node: Any, client: moonpool.Client) -> None:
+    inner = {
+        "kv_connector": "MoonpoolConnector",
+        "kv_connector_module_path": "moonpool.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "url": shared_node.url,
+            "tokens_per_object": OBJECT,
+            "load_min_tokens": OBJECT,
+            "admission": "always",
+        },
+    }
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [inner]}
+    )
+    made: Engine = engine(url=None, kv_transfer_config=transfer)
+    prompt = prompt_of(1, 5 * OBJECT + 1)
+    made.generate([prompt])
+    settled(client)
+    made.generate([prompt])
+    assert shown("loaded_tokens") == 5 * OBJECT
+    assert shown("stored_tokens") == 5 * OBJECT

@@ -120,6 +120,17 @@ def failures_by_request() -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
+def register(name: str, module: str) -> None:
+    """Make the connector known by its name alone: inside of a MultiConnector that is all that vLLM's front end has
+    when it looks for the class that its stats belong to."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(name, module, name)
+    except ValueError:  # it is known already
+        pass
+
+
 def hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens that one entry of `request.block_hashes` stands for."""
     if (known := getattr(kv_cache_config, "hash_block_size", None)) is not None:

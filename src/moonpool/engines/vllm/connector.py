@@ -209,3 +209,6 @@ def _close(side: Scheduler | Worker | Bystander) -> None:
 
 def _say_off(error: Exception) -> None:
     log.error("moonpool is off, the engine goes on without it: %s", str(error) or type(error).__name__)
+
+
+compat.register("MoonpoolConnector", "moonpool.engines.vllm.connector")
