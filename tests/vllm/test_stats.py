@@ -7,6 +7,7 @@ from typing import Any
 import prometheus_client
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import moonpool
 from moonpool.engines.vllm.metrics import PREFIX, MoonpoolStats
@@ -157,3 +158,8 @@ def test_inside_of_a_multi_connector_it_counts_as_well(engine: Any, shared_node:
     made.generate([prompt])
     assert shown("loaded_tokens") == 5 * OBJECT
     assert shown("stored_tokens") == 5 * OBJECT
+    # As vLLM's log does, in a process that has nothing but the connector's name.
+    told = {"MoonpoolConnector": {"loaded_tokens": {"": 3}}}
+    assert MultiConnector.build_kv_connector_stats(told).reduce() == {
+        "MoonpoolConnector": {"moonpool loaded_tokens": 3}
+    }

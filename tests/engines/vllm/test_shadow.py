@@ -179,18 +179,19 @@ class Spaces:
 class Rank:
     """A worker's KV cache, what is stored of it, and its comparer."""
 
-    def __init__(self, client: moonpool.Client, tolerance: float = 0.05) -> None:
+    def __init__(self, client: moonpool.Client, device: str, tolerance: float = 0.05) -> None:
         self.client = client
-        draw = np.random.default_rng(1)
-        self.cache = draw.normal(size=(2, 16, PIECE)).astype(np.float32)
-        planes = tuple(Plane(plane.ctypes.data, 4 * PIECE, 4 * PIECE) for plane in self.cache)
+        # Between two blocks of a plane lies something else, as with most layouts.
+        self.cache = torch.randn(2, 16, 2 * PIECE, device=device, generator=torch.Generator(device).manual_seed(1))
+        planes = tuple(Plane(plane.data_ptr(), 8 * PIECE, 4 * PIECE) for plane in self.cache)
         self.told: list[WorkerReport] = []
         region = Region(planes, BLOCKS)
         pool: Any = Pool(client)
-        self.comparer = Comparer([region], (("float32", "float32"),), "cpu", tolerance, pool, self.told.append)
+        self.comparer = Comparer([region], (("float32", "float32"),), device, tolerance, pool, self.told.append)
 
     def store(self, digest: bytes, blocks: tuple[int, ...]) -> None:
-        self.client.put(Space.digest + digest, np.ascontiguousarray(self.cache[:, list(blocks)]))
+        values = self.cache[:, list(blocks), :PIECE].cpu().numpy()
+        self.client.put(Space.digest + digest, np.ascontiguousarray(values))
 
     def check(self, objects: dict[bytes, tuple[int, ...]]) -> Checked:
         keys = [Space.digest + digest for digest in objects]
@@ -215,9 +216,11 @@ def client() -> Iterator[moonpool.Client]:
         yield client
 
 
-@pytest.fixture
-def rank(client: moonpool.Client) -> Iterator[Rank]:
-    made = Rank(client)
+@pytest.fixture(params=["cpu", "cuda"])
+def rank(client: moonpool.Client, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    made = Rank(client, request.param)
     yield made
     made.comparer.close()
 
