@@ -221,7 +221,7 @@ class Writing(Base):
                 continue
             size = len(view)
             if size <= INLINE_VALUE_BYTES_MAX:
-                _append(inline, i, wanted[i], view, size, m.KEYS_MAX, m.INLINE_BATCH_BYTES_MAX)
+                _append(inline, i, wanted[i], view, size, m.INLINE_KEYS_MAX, m.INLINE_BATCH_BYTES_MAX)
             else:
                 lead = len(bulk) == 1 and len(values) >= LEAD_KEYS_MIN
                 _append(

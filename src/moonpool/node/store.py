@@ -45,10 +45,12 @@ class Store(Reserving):
         details: dict[int, str] = {}
         if len(sizes) != len(keys) or (request.metadata and len(request.metadata) != len(keys)):
             return m.Reserved(request.id, [int(Status.INVALID)] * len(keys), ids, offsets, {0: "one size a key"})
+        if len(keys) > SLICE_KEYS:  # so many were work to decode, and are work to look at
+            yield None
         duplicates = _duplicates(keys)
         plain = not duplicates and not request.metadata and request.options == m.DEFAULT_OPTIONS
         prints: list[int] = fingerprints(keys).tolist() if plain else []
-        if len(keys) > SLICE_KEYS:  # so many were work to look at
+        if len(keys) > SLICE_KEYS:
             yield None
         mask = SLICE_MASK if plain else SLICE_MASK >> 1
         now, deadline = self.catalogue.wall(), self._deadline(request.options)
@@ -90,6 +92,8 @@ class Store(Reserving):
             extra and len(extra) != count for extra in (request.metadata, request.checksums)
         ):
             return m.StatusReply(request.id, [int(Status.INVALID)] * count, {0: "one value a key"})
+        if count > SLICE_KEYS:
+            yield None
         duplicates = _duplicates(keys)
         catalogue, pool, words = self.catalogue, self.pool, self.words
         plain = not duplicates and not request.metadata and options == m.DEFAULT_OPTIONS
