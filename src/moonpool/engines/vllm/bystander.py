@@ -14,15 +14,13 @@ class Bystander:
         self.why = why
         self.pool = pool
         self._ended: set[str] = set()
-        self._finishing: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport(off=why)
 
-    def take_over(self, loading: dict[str, set[int]], saves: set[int], finishing: set[str]) -> None:
+    def take_over(self, loading: dict[str, set[int]], saves: set[int]) -> None:
         """Answer for what a failed worker had under way: loads with their blocks, saves by number. All I/O of its has
         stopped."""
         self._ended |= set(loading)
-        self._finishing |= finishing
         for request_id, blocks in loading.items():
             self._failed_blocks |= blocks
             self._report.failed[request_id] = self.why
@@ -35,19 +33,19 @@ class Bystander:
         self._report = passed
 
     def before_forward(self, metadata: StepMetadata) -> None:
-        self._finishing |= metadata.finishing
+        pass
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        self.take_over({load.request_id: load.blocks for load in metadata.loads}, set(), set())
+        self.take_over({load.request_id: load.blocks for load in metadata.loads}, set())
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        self.take_over({}, {save.number for save in metadata.saves}, set())
+        self.take_over({}, {save.number for save in metadata.saves})
         for check in metadata.checks:
             self._report.checks[check.number] = Checked(1, dropped=len(check.load.parts))
 
     def finished(self) -> Ended:
-        ended = Ended(self._finishing, self._ended, self._ended, self._failed_blocks)
-        self._finishing, self._ended, self._failed_blocks = set(), set(), set()
+        ended = Ended(self._ended, self._ended, self._failed_blocks)
+        self._ended, self._failed_blocks = set(), set()
         return ended
 
     def report(self) -> WorkerReport | None:

@@ -105,11 +105,11 @@ def recompute_on_failure(transfer_config: Any) -> None:
         log.info('kv_load_failure_policy is "recompute": what the pool no longer has is computed')
 
 
-def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+def transfer_results(received: set[str], failed: set[str]) -> Any:
     """What a worker's `get_transfer_results` returns; asked for by those versions alone that have it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-    return KVConnectorTransferResults(sent, received, failed)
+    return KVConnectorTransferResults(set(), received, failed)
 
 
 def failures_by_request() -> bool:

@@ -68,7 +68,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @guarded(lambda self, output: self._scheduler.failed_step(output), StepMetadata)
+    @guarded(lambda self, output: self._scheduler.failed_step(), StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:
             return StepMetadata()
@@ -79,9 +79,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.reported(connector_output.finished_recving or (), connector_output.kv_connector_worker_meta)
 
-    @guarded(lambda self, request, *_: (self._scheduler.forget(request), None), lambda: (False, None))
+    @guarded(lambda self, request, *_: (False, self._scheduler.forget(request)), lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return (self._scheduler is not None and self._scheduler.finished(request)), None
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None  # the engine may have the blocks back: see `reading`
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -164,7 +166,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._told(self._worker.finished()) if self._worker is not None else (None, None)
 
     @guarded(
-        lambda self, *_: _results(self._replaced().finished()), lambda: _results(Ended(set(), set(), set(), set()))
+        lambda self, *_: _results(self._replaced().finished()), lambda: _results(Ended(set(), set(), set()))
     )
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """For versions that are told of failed loads by request: those that have this method."""
@@ -173,7 +175,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _told(self, ended: Ended) -> tuple[set[str] | None, set[str] | None]:
         self._failed_blocks |= ended.failed_blocks
-        return ended.sent or None, ended.received or None
+        return None, ended.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -197,7 +199,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _results(ended: Ended) -> Any:
-    return compat.transfer_results(ended.sent, ended.received, ended.failed)
+    return compat.transfer_results(ended.received, ended.failed)
 
 
 def _close(side: Scheduler | Worker | Bystander) -> None:

@@ -96,10 +96,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     checks: list[Check] = field(default_factory=list)
     """Of requests whose blocks are complete with this step's forward."""
     saves: list[Save] = field(default_factory=list)
-    reused: frozenset[str] = frozenset()
-    """Requests some of whose blocks may be written to by others from this step on: preempted, or out of the window."""
-    finishing: frozenset[str] = frozenset()
-    """Finished requests whose blocks wait for our word that they have been read."""
+    unread: frozenset[int] = frozenset()
+    """Saves that must have been read before this step writes anything: some of their blocks are others' now."""
     space: str = ""
     """The engine's key space as JSON, told whenever it changes: workers store under this one, and what they were
     loading under the one before is no longer to be used."""
@@ -183,8 +181,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class Ended(NamedTuple):
     """What has ended on a worker since it was last asked; each request is named once in each set."""
 
-    sent: set[str]
-    """Finished requests whose blocks no store reads any more."""
     received: set[str]
     """Requests whose load has ended, well or not."""
     failed: set[str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moonpool import Match
@@ -52,8 +52,6 @@ class Tracked:
     """Objects from the first on that are stored, or on their way."""
     storable: bool = True
     """False where its blocks aren't known for certain, or hold KV of before a reset; until it is computed anew."""
-    unread: dict[int, int] = field(default_factory=dict)
-    """Saves whose blocks some rank may still be reading, each with the first token that it stores."""
 
     @property
     def id(self) -> str:

@@ -33,6 +33,7 @@ from moonpool.engines.vllm.metadata import (
 from moonpool.engines.vllm.notes import encode_note
 from moonpool.engines.vllm.plan import NULL_BLOCK, Plan
 from moonpool.engines.vllm.pool import Pool
+from moonpool.engines.vllm.reading import Reading
 from moonpool.engines.vllm.requests import Tracked
 from moonpool.engines.vllm.settings import Settings
 from moonpool.engines.vllm.shadow import Shadows
@@ -79,14 +80,10 @@ class Scheduler:
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
         """Gone for the engine, but a worker may still be loading into its blocks."""
-        self._saves: dict[int, tuple[Tracked, int]] = {}
-        """Per save that some rank hasn't read yet: whose it is, and how many ranks are missing."""
+        self._unread: dict[int, int] = {}
+        """Per save whose blocks some rank hasn't read yet: how many ranks are missing."""
         self._loads_due: list[Load] = []
-        self._finishing: set[str] = set()
-        self._reused: set[str] = set()
-        windows = [group.window_objects for group in plan.groups if group.rule == "window"]
-        self._window_tokens = (min(windows) - 1) * plan.tokens_per_object if windows else None
-        """So many tokens a sliding window has at least; what lies before loses its blocks. None without windows."""
+        self._reading = Reading()
         self._told_space = ""
         self._waiting_since = 0.0
 
@@ -211,6 +208,7 @@ class Scheduler:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has given the request blocks, for `tokens` tokens from the pool; 0: for none."""
         tracked = self._track(request)
+        self._writes(block_ids, tracked.computed)  # also where another connector loads into them
         if tracked.loading or tracked.shadowed:
             return
         match = tracked.match
@@ -236,6 +234,7 @@ class Scheduler:
     def load_nothing(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """In place of `allocated`, where that has failed: the load that the engine waits for now is to fail."""
         tracked = self._track(request)
+        self._reading.writes_anywhere()
         if not tracked.loading and tokens > 0:
             tracked.load_failed = True
             blocks = [block for table in block_ids for block in table if block != NULL_BLOCK]
@@ -271,19 +270,23 @@ class Scheduler:
     def step(self, output: Any) -> StepMetadata:
         """What this step's workers are to do."""
         self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
-        metadata = self._bare_step(output)
+        metadata = StepMetadata(self._loads_due)
+        self._loads_due = []
         try:
             self._fill(metadata, output)
         except Exception as error:  # what the engine waits for goes out all the same
             note_fault("step", error)
             self.pool.failed(error)
             self._distrust_blocks()
+        metadata.unread = self._reading.take_due()
         return metadata
 
-    def failed_step(self, output: Any) -> StepMetadata:
+    def failed_step(self) -> StepMetadata:
         """In place of `step`, where that has failed: nothing but what the engine waits for."""
         self._distrust_blocks()
-        return self._bare_step(output)
+        metadata = StepMetadata(self._loads_due, unread=self._reading.take_due())
+        self._loads_due = []
+        return metadata
 
     def _fill(self, metadata: StepMetadata, output: Any) -> None:
         for request_id in output.preempted_req_ids or ():
@@ -294,11 +297,13 @@ class Scheduler:
         for request_id in tables.changed():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.blocks = tables.updated(request_id, tracked.blocks)
-                if self._passed_by_window(tracked, tables):
-                    metadata.reused |= {request_id}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.shadowed:
+            if tracked is None or not tracked.storable:
+                self._reading.writes_anywhere()
+                continue
+            self._writes(tracked.blocks, tables.computed(request_id))
+            if tracked.shadowed:
                 metadata.checks += self._due_check(tracked, tables.computed(request_id) + scheduled)
         if self._saves_wanted and output.total_num_scheduled_tokens and self.spaces.complete and self.pool.usable():
             for save in self._due_saves(output, tables):  # each is either told or not begun, also where one fails
@@ -327,25 +332,14 @@ class Scheduler:
         load = Load(tracked.id, match.extents.pool_id, match.extents.epoch, compared, 0)
         return [Check(number, load, tracked.adapter, found)]
 
-    def _bare_step(self, output: Any) -> StepMetadata:
-        """A step with nothing but what the engine waits for: loads into blocks that it has set aside, word of blocks
-        that it can't free before, and which ones it has taken back."""
-        metadata = StepMetadata(
-            self._loads_due,
-            finishing=frozenset(self._finishing),
-            reused=frozenset(self._reused.union(output.preempted_req_ids or ())),
-        )
-        self._loads_due, self._finishing, self._reused = [], set(), set()
-        return metadata
-
-    def _passed_by_window(self, tracked: Tracked, tables: compat.BlockTables) -> bool:
-        """Whether the request may have lost blocks that stores are reading."""
-        if self._window_tokens is None or not tracked.unread:
-            return False
-        return min(tracked.unread.values()) < tables.computed(tracked.id) - self._window_tokens
+    def _writes(self, tables: Sequence[Sequence[int]], computed: int) -> None:
+        """Blocks behind the first `computed` tokens are written to: by a forward, or by whoever loads."""
+        for group, table in zip(self.plan.groups, tables, strict=True):
+            self._reading.writes(table[computed // group.block_tokens :])
 
     def _distrust_blocks(self) -> None:
         """What is known of the block tables may be out of date: no request that has one is stored any more."""
+        self._reading.writes_anywhere()
         for tracked in self._tracked.values():
             tracked.storable = False
 
@@ -357,11 +351,11 @@ class Scheduler:
             last = self._storable(tracked, tables.computed(request_id) + scheduled)
             if last > tracked.saved:
                 pieces = self._pieces(tracked, tracked.saved, last)
-                first, tracked.saved = tracked.saved, last
+                tracked.saved = last
                 if pieces:
                     number = next(self._numbers)
-                    tracked.unread[number] = first * self.plan.tokens_per_object
-                    self._saves[number] = tracked, self.plan.ranks
+                    self._unread[number] = self.plan.ranks
+                    self._reading.began(number, (b for p in pieces for blocks in p.blocks for b in blocks or ()))
                     yield Save(number, request_id, tracked.adapter, tuple(pieces))
 
     def _storable(self, tracked: Tracked, computed: int) -> int:
@@ -429,13 +423,10 @@ class Scheduler:
         for error in report.errors:
             self.pool.failed(error)
         for number, ranks in report.read.items():
-            tracked, missing = self._saves.pop(number, (None, 0))
-            if tracked is None:
-                continue
-            if missing > ranks:
-                self._saves[number] = tracked, missing - ranks
-            else:
-                tracked.unread.pop(number, None)
+            self._unread[number] = self._unread.get(number, 0) - ranks
+            if self._unread[number] <= 0:
+                del self._unread[number]
+                self._reading.ended(number)
 
     def let_go_of(self, finished_loads: Iterable[str]) -> None:
         """In place of `reported`, where that has failed: of these loads it isn't known how they went."""
@@ -475,35 +466,24 @@ class Scheduler:
         self.admission.step_ended(self._clock())
         return self.tally.take()
 
-    def finished(self, request: Any) -> bool:
-        """The request is gone for the engine. True: its blocks are still being read, workers will say when not."""
+    def finished(self, request: Any) -> None:
+        """The request is gone for the engine, which takes its blocks back."""
         tracked = self._tracked.pop(str(request.request_id), None)
         if tracked is None:
-            return False
+            return
         if tracked.loading:
             # The workers load it all the same, and the engine's blocks wait for that.
             self._ending[tracked.id] = tracked
-            return False
-        self._let_go(tracked)
-        if not tracked.unread:
-            return False
-        self._finishing.add(tracked.id)
-        if self._window_tokens is not None:
-            self._reused.add(tracked.id)  # what lies before its window is free at once
-        return True
-
-    def forget(self, request: Any) -> bool:
-        """In place of `finished`, where that has failed: workers will say when none of the request's blocks is read."""
-        request_id = str(request.request_id)
-        tracked = self._tracked.pop(request_id, None)
-        if tracked is not None and tracked.loading:
-            self._ending[request_id] = tracked
-            return False
-        self._finishing.add(request_id)
-        self._reused.add(request_id)
-        if tracked is not None:
+        else:
             self._let_go(tracked)
-        return True
+
+    def forget(self, request: Any) -> None:
+        """In place of `finished`, where that has failed."""
+        tracked = self._tracked.pop(str(request.request_id), None)
+        if tracked is not None and tracked.loading:
+            self._ending[tracked.id] = tracked
+        elif tracked is not None:
+            self._let_go(tracked)
 
     def take_events(self) -> Iterable[Any]:
         """What the pool has stored and removed since the last call, in vLLM's own types, whoever has done it."""

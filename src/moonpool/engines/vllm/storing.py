@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -128,12 +128,11 @@ class Stores:
         """Saves whose blocks may still be read."""
         return (save for storing in self._unread for save in storing.saves)
 
-    def await_read(self, requests: Iterable[str]) -> None:
-        """Blocks of these requests may be written to when this returns: nothing reads them, or what reads them won't
+    def await_read(self, numbers: frozenset[int]) -> None:
+        """Blocks of these saves may be written to when this returns: nothing reads them, or what reads them won't
         become visible."""
-        taken_back = set(requests)
         for storing in self._unread:
-            if any(save.request_id in taken_back for save in storing.saves):
+            if any(save.number in numbers for save in storing.saves):
                 deadline = time.monotonic() + REUSE_WAIT_S
                 while not storing.read():
                     if time.monotonic() > deadline:

@@ -81,7 +81,6 @@ class Worker:
         self._mover: Mover | None = None
         self._pool_id = b""
         self._loading: dict[str, Loading] = {}
-        self._finishing: set[str] = set()
         self._mark: object | None = None
         """What the engine's stream had to do before this step: loads come after it, not after the step's forward."""
         self._counted_until = 0.0
@@ -97,14 +96,13 @@ class Worker:
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Blocks that the engine has taken back may be written to from now on: wait until no store reads them."""
-        self._finishing |= metadata.finishing
         if metadata.space:
             self.spaces.tell(metadata.space)
             for loading in self._loading.values():  # of before the engine's cache was reset
                 loading.error = "the engine's cache was reset meanwhile"
         self._mark = self._mover.mark() if metadata.loads and self._mover is not None else None
-        if metadata.reused:
-            self._stores.await_read(metadata.reused)
+        if metadata.unread:
+            self._stores.await_read(metadata.unread)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Submit the step's loads. Each is reported exactly once by `finished`, whatever becomes of it."""
@@ -139,15 +137,9 @@ class Worker:
             self._mark_read(metadata.saves)
 
     def finished(self) -> Ended:
-        """Requests whose blocks are read by no store any more, of those that wait for that, and requests whose load
-        has ended. Each is named once."""
+        """Requests whose load has ended, each named once."""
         self._mark_read(self._stores.take_read())
-        sent: set[str] = set()
-        if self._finishing:
-            unread = {save.request_id for save in self._stores.unread}
-            sent = self._finishing - unread
-            self._finishing &= unread
-        ended = Ended(sent, set(), set(), set())
+        ended = Ended(set(), set(), set())
         overdue = False
         for request_id, loading in list(self._loading.items()):
             if not loading.ended():
@@ -182,7 +174,6 @@ class Worker:
         bystander.take_over(
             {request_id: loading.load.blocks for request_id, loading in self._loading.items()},
             {save.number for save in self._stores.unread},
-            self._finishing,
         )
         return bystander
 
