@@ -31,6 +31,8 @@ def short_pieces_count_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is copied directly needs no megabytes."""
     for name in ("DIRECT_LOAD_BYTES_MIN", "DIRECT_STORE_BYTES_MIN"):
         monkeypatch.setattr(plan, name, 4096)
+    monkeypatch.setattr(lanes, "STEPS_MAX", 32)  # as much as the test's pool has objects for
+    monkeypatch.setattr(lanes, "OPERATIONS_MAX", 480)
 
 
 class Setup:

@@ -2,7 +2,7 @@
 
 Steps go to the device in order, each behind events and not behind this process: a slot's next copy waits on the
 device for the kernel that empties it. Whoever calls the mover submits as many steps as may be in flight, which keeps
-the wire busy for some 20 ms. What is left is submitted by later calls, or by the mover's helper thread.
+the wire busy for some 60 ms. What is left is submitted by later calls, or by the mover's helper thread.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ SLOTS = 4
 WIRES = 2
 """Streams that steps' copies alternate between: behind one copy the other's is ready to go, so that the wire has no gap
 of some 15 us between two, 3% of a slot's time."""
-STEPS_MAX = 32
-"""In flight: 1 GiB where a slot of 32 MiB is full, 19 ms of the wire, beside the 1 ms after which the helper looks."""
-OPERATIONS_MAX = 480
-"""In flight: the driver queues some 1,000, then a call blocks."""
+STEPS_MAX = 96
+"""In flight: 3 GiB where a slot of 32 MiB is full, 58 ms of the wire. An engine's step takes 20 to 40 ms, for most of
+which its thread holds the interpreter lock: the helper can't go on before it has ended."""
+OPERATIONS_MAX = 1200
+"""In flight, on three streams together: the driver queues some 1,000 on each, then a call blocks."""
 OPERATIONS_PER_STEP = 8
 """Beside its copies: ids, events, kernels."""
 SLOT_ALIGNMENT = 256
