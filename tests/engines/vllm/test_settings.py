@@ -25,7 +25,6 @@ EXTREMES: dict[str, tuple[Any, Any]] = {
     "retry_s": (0.5, 0),
     "tenant": ("a", 7),
     "events": (True, 1),
-    "load": ("sync", "lazy"),
 }
 """For each setting a value that is taken and one that is refused."""
 

@@ -62,8 +62,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Who may share what this engine stores: only engines with the same text."""
     events: bool = False
     """Whether what the pool stores and removes is told to vLLM's KV event subscribers."""
-    load: Literal["async", "sync"] = "async"
-    """"async": requests wait for their load while others are computed; "sync": the step waits, layer by layer."""
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -165,5 +163,4 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "retry_s": _number(0.01, 3600, " s"),
     "tenant": _text,
     "events": _truth,
-    "load": _one_of("async", "sync"),
 }
