@@ -16,16 +16,18 @@ import pytest
 import moonpool
 from moonpool.testing.node import RunningNode
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
-# Before vLLM is imported: it reads them then.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides what a test asks for
+collect_ignore_glob = ["test_*.py"]
+if importlib.util.find_spec("vllm"):
+    collect_ignore_glob.clear()
+    os.environ.update(  # before vLLM is imported: it reads them then
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        TORCHDYNAMO_DISABLE="1",  # compiling takes seconds, and a compiler
+    )
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides what a test asks for
 
 pytest.register_assert_rewrite("tests.vllm.engines")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from moonpool import ObjectStat, Status
 from moonpool.engines.vllm.notes import decode_note
 from moonpool.engines.vllm.scheduler import Scheduler
 from moonpool.engines.vllm.worker import Worker
+from moonpool.gpu.mover import Transfer
 from moonpool.testing.node import eventually
 from tests.vllm.models import VOCABULARY
 
@@ -149,7 +152,7 @@ class Engine:
 
     def run(self, *, steps_max: int = 1_000_000) -> list[Answer]:
         """Step until nothing is left to do; the answers of requests that were finished, in the order of their ids."""
-        finished = {}
+        finished: dict[str, Answer] = {}
         for _ in range(steps_max):
             with self.active():
                 if not self.core.scheduler.has_requests():
@@ -239,3 +242,27 @@ def replace(client: moonpool.Client, stat: ObjectStat, value: bytes) -> None:
     """Put other bytes in an object's place."""
     assert client.remove(stat.key, force=True) is Status.OK
     assert client.put(stat.key, value, metadata=stat.metadata) is Status.OK
+
+
+def on_copies(engine: Engine, call: Callable[[int, bool], None]) -> None:
+    """Have `call(n, load)` run before the n-th object from now on, counted from 0, is copied, in the mover's thread.
+
+    What it raises is a copy that fails.
+    """
+    mover: Any = engine.worker._mover
+    copy, count = mover._copy, itertools.count()
+
+    def copy_then(transfer: Transfer, *, load: bool) -> None:
+        call(next(count), load)
+        copy(transfer, load=load)
+
+    mover._copy = copy_then
+
+
+def slowly(seconds: float) -> Callable[[int, bool], None]:
+    """For `on_copies`: each object takes so long."""
+    return lambda _count, _load: time.sleep(seconds)
+
+
+def free_blocks(engine: Engine) -> int:
+    return int(engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

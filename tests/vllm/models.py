@@ -26,6 +26,14 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+ALL_SLIDING = {"sliding_window": 96, "layer_types": ["sliding_attention"] * 3}
+"""Changes: layers that see no further than 96 tokens back."""
+HYBRID = {
+    "num_hidden_layers": 4,
+    "sliding_window": 96,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+"""Changes: two KV groups."""
 SCALE = 0.15
 """Of the weights: with much smaller ones attention is uniform, and all prompts of one length look the same."""
 

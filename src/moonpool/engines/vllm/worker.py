@@ -108,7 +108,6 @@ class Worker:
         """Submit the step's loads. Each is reported exactly once by `finished`, whatever becomes of it."""
         for load in metadata.loads:
             loading = Loading(load, None, self._clock())
-            self._loading[load.request_id] = loading
             try:
                 self._submit(loading)
             except MoonpoolError as error:
@@ -116,6 +115,7 @@ class Worker:
             except Exception as error:
                 note_fault("start_loads", error)
                 loading.error = f"{type(error).__name__}: {error}"
+            self._loading[load.request_id] = loading
 
     def start_saves(self, metadata: StepMetadata) -> None:
         """Have what the step completes, and the pool lacks, stored once its forward has run."""
