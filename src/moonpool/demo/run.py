@@ -89,7 +89,7 @@ def run_demo(settings: Settings, url: str = "", watch: Watch = lambda what, done
     controls. Leaves nothing behind. Raises `MoonpoolError` when it can't be run, nothing for a bad result: see
     `Result.check`.
     """
-    with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder, _node(settings, url, watch) as node:
+    with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder, demo_node(settings, url, watch) as node:
         embedded = f"embedded:{settings.pool_bytes}"
         tenant = f"demo-{uuid.uuid4().hex}"
         jobs = [
@@ -123,7 +123,11 @@ def _part(reference: Sequence[Outcome], name: str) -> Sequence[Outcome]:
 
 
 @contextmanager
-def _node(settings: Settings, url: str, watch: Watch) -> Iterator[str]:
+def demo_node(settings: Settings, url: str, watch: Watch) -> Iterator[str]:
+    """The URL of the node that the demo runs against: the one at `url`, or one of its own until the context ends.
+
+    Raises `MoonpoolError` where there is none at `url`, or processes can't share it.
+    """
     if url:
         if url.startswith("embedded"):
             raise ConfigError(
