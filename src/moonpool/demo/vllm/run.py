@@ -63,6 +63,8 @@ class Result:
     """By the name of the engine, or of the control."""
     verdicts: dict[str, Verdict]
     """Likewise, but for the engine that is the reference."""
+    trouble: dict[str, str]
+    """By the name of the engine, what its connector had to complain of last."""
     url: str
     """The node's, empty for one of the demo's own."""
 
@@ -78,17 +80,22 @@ class Result:
             verdict = self.verdicts[name]
             if not verdict.same:
                 raise DemoFailed(
-                    f"{name}, answers otherwise than without it: {verdict.tokens_differing} of "
+                    f"engine {name!r} answers otherwise than one without the pool: {verdict.tokens_differing} of "
                     f"{verdict.tokens_compared} tokens differ, logprobs are up to {verdict.logprobs_off:.3g} apart"
                 )
         if not self.answers[FIRST].stored_bytes:
-            raise DemoFailed("engine A stored nothing, so it proves nothing; with MOONPOOL_LOG=info the log says why")
+            raise DemoFailed(f"engine A stored nothing, so it proves nothing: {self._trouble(FIRST)}")
         for name in (SECOND, *CONTROLS):
             if not self.answers[name].loaded:
-                raise DemoFailed(f"{name}: no token was loaded from the pool, so it proves nothing")
+                raise DemoFailed(
+                    f"{name}: no token was loaded from the pool, so it proves nothing: {self._trouble(SECOND)}"
+                )
         for name in CONTROLS:
             if self.verdicts[name].same:
                 raise DemoFailed(f"the comparison doesn't notice {name!r}, so it proves nothing")
+
+    def _trouble(self, name: str) -> str:
+        return self.trouble.get(name) or "its connector doesn't say why; is the node's mode on?"
 
 
 def run_demo(settings: Settings, url: str = "", watch: Watch = lambda what, done, total: None) -> Result:
@@ -99,6 +106,7 @@ def run_demo(settings: Settings, url: str = "", watch: Watch = lambda what, done
     `Result.check`.
     """
     answers: dict[str, Answers] = {}
+    trouble: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder, demo_node(settings, url, watch) as node:
         tenant = f"demo-{uuid.uuid4().hex}"
         try:
@@ -106,13 +114,17 @@ def run_demo(settings: Settings, url: str = "", watch: Watch = lambda what, done
                 watch(f"{name}: a fresh process", done, len(ENGINES))
                 store = "" if name == ALONE else node
                 controls = list(CONTROLS) if name == SECOND else []
-                answers |= _run_engine(Job(name, settings, folder, prompts_of(settings, name), store, tenant, controls))
+                job = Job(name, settings, folder, prompts_of(settings, name), store, tenant, controls)
+                found, trouble[name] = _run_engine(job)
+                answers |= found
         finally:
             _purge(node, tenant)
-    return result_of(settings, answers, url)
+    return result_of(settings, answers, {name: text for name, text in trouble.items() if text}, url)
 
 
-def result_of(settings: Settings, answers: dict[str, Answers], url: str = "") -> Result:
+def result_of(
+    settings: Settings, answers: dict[str, Answers], trouble: dict[str, str] | None = None, url: str = ""
+) -> Result:
     """Return what these answers come to."""
     asked = prompts(settings)
     return Result(
@@ -126,6 +138,7 @@ def result_of(settings: Settings, answers: dict[str, Answers], url: str = "") ->
             for name, found in answers.items()
             if name != ALONE
         },
+        trouble=trouble or {},
         url=url,
     )
 
@@ -149,8 +162,8 @@ def _compare(found: Answers, right: Answers, asked: Sequence[int]) -> Verdict:
     return Verdict(differing, compared, off)
 
 
-def _run_engine(job: Job) -> dict[str, Answers]:
-    """Do `job` in a fresh process and return its answers."""
+def _run_engine(job: Job) -> tuple[dict[str, Answers], str]:
+    """Do `job` in a fresh process and return its answers, and what the connector has said last."""
     log, answers = Path(job.folder) / "log", Path(job.folder) / "answers.json"
     variables = {name: value for name, value in os.environ.items() if name not in DROPPED}
     with log.open("wb") as output:
@@ -162,10 +175,14 @@ def _run_engine(job: Job) -> dict[str, Answers]:
             env={**ENGINE_ENVIRONMENT, **variables},
             timeout=ENGINE_TIMEOUT_S,
         )
+    said = log.read_text(errors="replace").strip().splitlines()
     if done.returncode:
-        said = log.read_text(errors="replace").strip().splitlines() or [f"exit {done.returncode}"]
-        raise MoonpoolError(f"the demo's process for {job.name!r} failed: {said[-1]}")
-    return msgspec.json.decode(answers.read_bytes(), type=dict[str, Answers])
+        raise MoonpoolError(
+            f"the demo's process for engine {job.name!r} failed: {said[-1] if said else f'exit {done.returncode}'}"
+        )
+    # Warnings of a logger that nobody has set up stand in the log as they are, without a prefix.
+    trouble = next((line for line in reversed(said) if line.startswith("moonpool ")), "")
+    return msgspec.json.decode(answers.read_bytes(), type=dict[str, Answers]), trouble
 
 
 def _purge(node: str, tenant: str) -> None:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from moonpool.demo.settings import Settings
 
-ALONE = "without the pool"
-FIRST = "engine A, on an empty pool"
-SECOND = "engine B, on what A has stored"
+ALONE = "no pool"
+FIRST = "A, storing"
+SECOND = "B, loading"
 ENGINES = (ALONE, FIRST, SECOND)
+"""Their names, in the order in which they run."""
 
 
 @dataclass(frozen=True, slots=True)
