@@ -14,7 +14,7 @@ from moonpool.engines.vllm.metadata import NO_BYTES, Moved
 class Tracked:
     """One request. Owned by the scheduler's thread.
 
-    The hold ends exactly once, through `Scheduler._let_go`: when its load has ended, when the request is gone, or when
+    The hold ends exactly once, through `Lookups.let_go`: when its load has ended, when the request is gone, or when
     nothing is to be loaded after all.
     """
 

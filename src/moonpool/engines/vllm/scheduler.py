@@ -1,6 +1,6 @@
 """The scheduler's side: what is in the pool for a request, what is held for it, what its steps leave to be stored.
 
-Runs in the engine's scheduling thread, so nothing here waits but for a lookup's answer, and that for 2 ms at most.
+In the engine's scheduling thread: only a lookup waits (`lookups`), and that for 2 ms at most.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from moonpool import Group, Match
-from moonpool.client.lookup import PendingMatch
+from moonpool import Match
 from moonpool.engines.vllm import compat
 from moonpool.engines.vllm.admission import Admission
 from moonpool.engines.vllm.events import Events, Format, Watcher
 from moonpool.engines.vllm.guard import note_fault
+from moonpool.engines.vllm.lookups import Lookups
 from moonpool.engines.vllm.metadata import (
     NO_BYTES,
     Check,
@@ -43,10 +42,6 @@ from moonpool.errors import MoonpoolError
 from moonpool.matching import needed
 
 log = logging.getLogger("moonpool.vllm")
-
-LOOKUP_PATIENCE_S = 0.1
-"""A lookup that the node hasn't answered by then is a miss: prefill beats waiting on a node that is that busy."""
-
 
 REPORTS_PATIENCE_S = 1.0
 """Workers report with the first step, even one without work; one that hasn't by then won't soon."""
@@ -75,7 +70,7 @@ class Scheduler:
         self._events = None if event_format is None else Events(event_format, Watcher(pool.client, pool.usable))
         self._loads_wanted, self._saves_wanted = loads, saves
         self._clock = clock
-        self._engine = uuid.uuid4().hex[:12]
+        self._lookups = Lookups(settings, plan, spaces, pool, self.tally, self.admission, clock)
         self._numbers = itertools.count(1)
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
@@ -103,21 +98,24 @@ class Scheduler:
                 return 0, False
             if not self.spaces.complete:
                 return (None, False) if self._workers_may_come() else (0, False)
-            groups = self._groups(tracked)
-            if groups is None or not self._worth_asking(tracked, groups, computed):
+            groups = self._lookups.groups(tracked)
+            if groups is None or not self._lookups.worth_asking(tracked, groups, computed):
                 return 0, False
-            found = self._ask(tracked, groups)
+            found = self._lookups.ask(tracked, groups)
             if found is None:
                 return None, False
             tracked.match = found
             if self.settings.verify and found.extents is not None and not all(found.extents.checksums):
-                return self._decline(tracked, "no checksum yet", found.length - computed)
+                self._lookups.decline(tracked, "no checksum yet", found.length - computed)
+                return 0, False
         length = min(tracked.match.length, request.num_tokens)
         tokens = length - computed
         if tokens < max(1, self.settings.load_min_tokens):
-            return self._decline(tracked, "too short", tokens)
+            self._lookups.decline(tracked, "too short", tokens)
+            return 0, False
         if not self.admission.admits(tokens):
-            return self._decline(tracked, "prefill is faster", tokens)
+            self._lookups.decline(tracked, "prefill is faster", tokens)
+            return 0, False
         if not tracked.drawn:
             tracked.drawn, tracked.shadowed = True, self._shadows.picks()
             if tracked.shadowed:
@@ -125,83 +123,10 @@ class Scheduler:
                 return 0, False
         return tokens, True
 
-    def _decline(self, tracked: Tracked, reason: str, tokens: int) -> tuple[int, bool]:
-        """The answer where a hit of so many tokens isn't used. Counted once a request, however often it is asked."""
-        self._let_go(tracked)
-        if tokens > 0 and not tracked.declined:
-            tracked.declined = True
-            self.tally.skipped(reason, tokens)
-        return 0, False
-
     def _workers_may_come(self) -> bool:
         """Whether to have a request wait for the workers' first reports, which come with the first step's output."""
         self._waiting_since = self._waiting_since or self._clock()
         return self._clock() - self._waiting_since < REPORTS_PATIENCE_S
-
-    def _groups(self, tracked: Tracked) -> list[Group] | None:
-        """What the request's prefix needs in the pool, over all KV groups and shards. None where that is nothing."""
-        digests = self._digests(tracked)
-        if not digests:
-            return None
-        step = self.plan.tokens_per_object
-        return [
-            Group([prefix + digest for digest in digests], group.rule, group.window_objects, step)
-            for group in self.plan.groups
-            for prefix in self.spaces.prefixes(tracked.adapter, group.index)
-        ]
-
-    def _digests(self, tracked: Tracked) -> list[bytes]:
-        """The digest of each whole object of the request's tokens, as far as the engine has hashed them."""
-        every = self.plan.hashes_per_object
-        hashes = tracked.request.block_hashes
-        return [bytes(hashes[end - 1]) for end in range(every, len(hashes) + 1, every)]
-
-    def _worth_asking(self, tracked: Tracked, groups: list[Group], computed: int) -> bool:
-        """A first look at shared memory alone: most requests find nothing, or what the GPU has already."""
-        if len(groups[0].keys) * self.plan.tokens_per_object - computed < self.settings.load_min_tokens:
-            return False
-        if tracked.pending is not None:
-            return True
-        try:
-            found = self.pool.client.match(groups).length
-        except MoonpoolError as error:
-            self.pool.failed(error)
-            return False
-        if not tracked.asked:
-            tracked.asked = True
-            self.tally.asked(len(groups[0].keys) * self.plan.tokens_per_object, found)
-            self.admission.asked_for(self._digests(tracked))
-        if found - computed < max(1, self.settings.load_min_tokens):
-            self._decline(tracked, "too short", found - computed)
-            return False
-        return True
-
-    def _ask(self, tracked: Tracked, groups: list[Group]) -> Match | None:
-        """The match, with its hold; None while the node hasn't answered, a miss where it takes too long."""
-        try:
-            if tracked.pending is None:
-                tracked.hold = f"vllm {self._engine} {next(self._numbers)} {tracked.id}"[:256]
-                tracked.asked_at = self._clock()
-                begun = self.pool.client.begin_match(groups, tracked.hold, extents=True)
-                if isinstance(begun, Match):
-                    return begun
-                tracked.pending = begun
-            pending: PendingMatch = tracked.pending
-            if pending.wait(self.settings.lookup_timeout_s):
-                found = pending.result()
-                tracked.pending = None
-                self.pool.succeeded()
-                if log.isEnabledFor(logging.DEBUG):
-                    took_us = (self._clock() - tracked.asked_at) * 1e6
-                    log.debug("lookup of %s: %d tokens held in %.0f us", tracked.id, found.length, took_us)
-                return found
-            if self._clock() - tracked.asked_at < LOOKUP_PATIENCE_S:
-                return None
-            self.tally.skipped("lookup too slow")
-        except MoonpoolError as error:
-            self.pool.failed(error)
-        self._let_go(tracked)
-        return Match(0)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -213,7 +138,7 @@ class Scheduler:
             return
         match = tracked.match
         if tokens <= 0:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
             return
         assert match is not None
         assert match.extents is not None
@@ -240,7 +165,7 @@ class Scheduler:
             blocks = [block for table in block_ids for block in table if block != NULL_BLOCK]
             self._loads_due.append(Load.of_nothing(tracked.id, blocks, tokens))
         if not tracked.loading:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
 
     def _parts(
         self, tracked: Tracked, match: Match, block_ids: Sequence[Sequence[int]], until: int
@@ -292,7 +217,7 @@ class Scheduler:
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.saved, tracked.blocks, tracked.storable = 0, (), True
-                self._let_go(tracked)
+                self._lookups.let_go(tracked)
         tables = compat.BlockTables(output)
         for request_id in tables.changed():
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -315,15 +240,15 @@ class Scheduler:
         """The check of a hit that is computed all the same, once that is complete. Its hold is the check's then."""
         match = tracked.match
         if match is None or match.extents is None or match.hold is None or not tracked.storable:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
             return []
         until = min(match.length, tracked.request.num_tokens)
         if computed < until:
             return []
-        digests = self._digests(tracked)
+        digests = self._lookups.digests(tracked)
         parts = [(digests[place], part) for place, part in self._parts(tracked, match, tracked.blocks, until)]
         if not parts:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
             return []
         found, compared = zip(*self._shadows.sample(parts), strict=True)
         number = next(self._numbers)
@@ -367,7 +292,7 @@ class Scheduler:
 
     def _pieces(self, tracked: Tracked, first: int, last: int) -> list[Piece]:
         """What the pool lacks of objects `first` to `last`."""
-        digests = self._digests(tracked)
+        digests = self._lookups.digests(tracked)
         due = self.admission.worth_storing(digests, range(first, last))
         if not due:
             return []
@@ -434,7 +359,7 @@ class Scheduler:
             tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
             if tracked is not None and tracked.loading:
                 tracked.loading, tracked.load_failed, tracked.saved = False, True, 0
-                self._let_go(tracked)
+                self._lookups.let_go(tracked)
 
     def _note_loads(self, report: WorkerReport) -> None:
         """What ranks say of loads: of one request maybe in several steps' reports, before the last rank is done."""
@@ -458,7 +383,7 @@ class Scheduler:
             self.tally.failed(tokens, tracked.load_error)
             tracked.load_failed, tracked.saved = True, 0
             self.pool.failed(tracked.load_error)
-        self._let_go(tracked)
+        self._lookups.let_go(tracked)
 
     def take_figures(self) -> Figures | None:
         """What is to be counted since the last call; None for nothing. Called once each time that a step's output has
@@ -475,7 +400,7 @@ class Scheduler:
             # The workers load it all the same, and the engine's blocks wait for that.
             self._ending[tracked.id] = tracked
         else:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
 
     def forget(self, request: Any) -> None:
         """In place of `finished`, where that has failed."""
@@ -483,7 +408,7 @@ class Scheduler:
         if tracked is not None and tracked.loading:
             self._ending[tracked.id] = tracked
         elif tracked is not None:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
 
     def take_events(self) -> Iterable[Any]:
         """What the pool has stored and removed since the last call, in vLLM's own types, whoever has done it."""
@@ -501,7 +426,7 @@ class Scheduler:
             tracked.adapter, tracked.eligible = adapter or "", adapter is not None
             tracked.saved, tracked.storable = 0, not tracked.blocks
             if not tracked.loading:
-                self._let_go(tracked)
+                self._lookups.let_go(tracked)
         return True
 
     def close(self) -> None:
@@ -510,7 +435,7 @@ class Scheduler:
             self._events.close()
         self._shadows.close()
         for tracked in [*self._tracked.values(), *self._ending.values()]:
-            self._let_go(tracked)
+            self._lookups.let_go(tracked)
         self._tracked.clear()
         self._ending.clear()
         self.pool.close()
@@ -524,12 +449,3 @@ class Scheduler:
             tracked = Tracked(request, adapter=adapter or "", eligible=adapter is not None)
             self._tracked[request.request_id] = tracked
         return tracked
-
-    def _let_go(self, tracked: Tracked) -> None:
-        """End the request's hold, if there is one."""
-        if tracked.pending is not None:
-            tracked.pending.cancel()
-            tracked.pending = None
-        elif tracked.match is not None and tracked.match.hold is not None:
-            self.pool.client.drop_hold(tracked.match.hold)
-        tracked.match, tracked.shadowed = None, False
