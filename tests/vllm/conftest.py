@@ -34,7 +34,7 @@ pytest.register_assert_rewrite("tests.vllm.engines")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A maker of model folders: the same arguments, the same folder."""
+    """A maker of model folders, all of one name: the same arguments, the same folder."""
     from tests.vllm.models import write_model
 
     made: dict[Any, Path] = {}
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(**changes: Any) -> Path:
         key = tuple(sorted((name, str(value)) for name, value in changes.items()))
         if key not in made:
-            made[key] = write_model(tmp_path_factory.mktemp("model"), **changes)
+            made[key] = write_model(tmp_path_factory.mktemp("model") / "llama", **changes)
         return made[key]
 
     return make

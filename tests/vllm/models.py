@@ -44,6 +44,7 @@ def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     from safetensors.torch import save_file
 
     config = {**LLAMA, **changes}
+    folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
     hidden, wide, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width

@@ -11,7 +11,7 @@ import pytest
 
 import moonpool
 from moonpool.engines.vllm import connector, setup
-from tests.vllm.engines import Engine, assert_same, prompt_of, settled
+from tests.vllm.engines import Engine, assert_same, on_copies, prompt_of, settled, slowly
 
 CALLS = sorted(set(re.findall(r"self\._(scheduler|worker)\.(\w+)\(", inspect.getsource(connector.MoonpoolConnector))))
 """All methods of either side that the connector calls, as its source says."""
@@ -79,8 +79,26 @@ def test_a_fault_of_ours_is_none_of_the_engine(
     assert_same(pooled.generate([*STORED, NEW]), right)
     assert not pooled.scheduler._tracked
     assert not pooled.scheduler._ending
+    if name != "reported":  # else it hasn't been told
+        pooled.generate([prompt_of(9, 20)])  # steps, so that workers report
+        assert not pooled.scheduler._unread
     assert pooled.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     settled(client)
+
+
+def test_a_fault_before_a_step_has_no_store_read_what_others_write(
+    plain: Engine, engine: Any, client: moonpool.Client
+) -> None:
+    prompts = [prompt_of(seed, 400) for seed in range(4)]
+    right = plain.generate(prompts, tokens=1)
+    pooled: Engine = engine(max_model_len=512, kv_cache_memory_bytes=17 * 3 * 16384)  # one request at a time, just so
+    pooled.generate([prompt_of(9, 20)])
+    on_copies(pooled, slowly(0.01))
+    owner: Any = pooled.worker
+    owner.before_forward = Faulty(owner.before_forward, None)
+    assert_same(pooled.generate(prompts, tokens=1), right)
+    settled(client)
+    assert_same(engine().generate(prompts, tokens=1), right)
 
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])

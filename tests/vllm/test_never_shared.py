@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,45 +90,55 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
 
 
 @pytest.fixture
-def adapters(tmp_path: Path, model: Path) -> list[Path]:
-    return [write_adapter(tmp_path / f"adapter-{seed}", model, seed) for seed in range(2)]
+def adapter(tmp_path: Path, model: Path) -> Callable[[int], Any]:
+    """An adapter of that seed, always of one name, number and path: vLLM's own hashes cover those."""
+    from vllm.lora.request import LoRARequest
+
+    def make(seed: int) -> Any:
+        path = tmp_path / "adapter"
+        shutil.rmtree(path, ignore_errors=True)
+        return LoRARequest("adapter", 1, str(write_adapter(path, model, seed)))
+
+    return make
 
 
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 
 
-def test_adapters_of_one_name(engine: Any, client: moonpool.Client, adapters: list[Path]) -> None:
-    from vllm.lora.request import LoRARequest
-
-    ones = LoRARequest("adapter", 1, str(adapters[0]))
-    others = LoRARequest("adapter", 1, str(adapters[1]))  # in another engine: the same name and number
-    right = engine(url=None, **LORA).generate(PROMPTS, lora_request=ones)
-    first: Engine = engine(**LORA)
-    assert_same(first.generate(PROMPTS, lora_request=ones), right)
+def test_adapters_of_one_name(engine: Any, client: moonpool.Client, adapter: Callable[[int], Any]) -> None:
+    first, second, third = engine(**LORA), engine(**LORA), engine(**LORA)
+    right = engine(url=None, **LORA).generate(PROMPTS, lora_request=adapter(0))
+    assert_same(first.generate(PROMPTS, lora_request=adapter(0)), right)
     settled(client)
-    second: Engine = engine(**LORA)
-    found = second.generate(PROMPTS, lora_request=others)
+    found = second.generate(PROMPTS, lora_request=adapter(1))
     assert cached(found) == [0, 0]
     assert differences(found, right, 1.0), "it matters"
     assert cached(second.generate(PROMPTS)) == [0, 0], "nor does the base model share with either"
     settled(client)
-    third: Engine = engine(**LORA)
-    # vLLM's own hashes cover an adapter's name; the number is the engine's own.
-    found = third.generate(PROMPTS, lora_request=LoRARequest("adapter", 5, str(adapters[0])))
-    assert cached(found) == [4 * OBJECT, 5 * OBJECT], "the same content under the same name"
+    found = third.generate(PROMPTS, lora_request=adapter(0))
+    assert cached(found) == [4 * OBJECT, 5 * OBJECT], "the same content is the same adapter"
     assert_same(found, right)
 
 
 def test_an_adapter_whose_content_cannot_be_told_is_neither_stored_nor_loaded(
-    engine: Any, client: moonpool.Client, adapters: list[Path]
+    engine: Any, client: moonpool.Client, adapter: Callable[[int], Any]
 ) -> None:
-    from vllm.lora.request import LoRARequest
-
     pooled: Engine = engine(**LORA)
-    request = LoRARequest("adapter", 1, str(adapters[0]))
+    request = adapter(0)
     right = pooled.generate(PROMPTS, lora_request=request)
     objects = settled(client).objects
-    (adapters[0] / "adapter_config.json").touch()  # written anew: the engine may hold the one before
-    assert_same(found := pooled.generate([*PROMPTS, prompt_of(3, 200)], lora_request=request), [*right, found[2]])
+    adapter(1)  # written anew: the engine holds the one before, or reads the new one, who knows
+    found = pooled.generate([*PROMPTS, prompt_of(3, 200)], lora_request=request)
+    assert_same(found[:2], right)
     assert cached(found) == [0, 0, 0]
     assert settled(client).objects == objects
+
+
+def test_an_adapter_that_is_computed_in_another_dtype(
+    engine: Any, client: moonpool.Client, adapter: Callable[[int], Any]
+) -> None:
+    request = adapter(0)
+    engine(**LORA).generate(PROMPTS, lora_request=request)
+    settled(client)
+    assert cached(engine(**LORA, lora_dtype="bfloat16").generate(PROMPTS, lora_request=request)) == [0, 0]
+    assert cached(engine(**LORA).generate(PROMPTS, lora_request=request)) == [4 * OBJECT, 5 * OBJECT]

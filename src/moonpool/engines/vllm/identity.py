@@ -249,6 +249,12 @@ def _processor_digest(vllm_config: Any) -> str:
 # ---- what its requests bring along -----------------------------------------------------------------------------------
 
 
+def lora_dtype(vllm_config: Any) -> str:
+    """What the engine computes its adapters in; "" without any."""
+    config = vllm_config.lora_config
+    return "" if config is None else _plain(config.lora_dtype)
+
+
 @dataclass(slots=True)
 class Adapters:
     """The LoRA adapters that requests of this engine use, by their content. For one thread."""

@@ -36,7 +36,7 @@ def scheduler(vllm_config: Any, kv_cache_config: Any) -> Scheduler:
     parallel = compat.parallel(vllm_config)
     plan = engine_plan(vllm_config, kv_cache_config, groups, settings, len(parallel.ranks))
     base = identity.engine_space(vllm_config, plan.tokens_per_object, tenant=settings.tenant)
-    spaces = Spaces(base, groups, parallel)
+    spaces = Spaces(base, groups, parallel, identity.lora_dtype(vllm_config))
     pool = _pool(settings, f"vllm scheduler {os.getpid()}", prefault=False)
     return Scheduler(
         settings,
