@@ -58,8 +58,8 @@ class Engine:
             GroupPlan(1, BLOCK, OBJECT, "window", window_objects(WINDOW, OBJECT)),
         ][:groups]
         self.spaces = Spaces(BASE, self.groups, self.parallel)
-        self.pool = Pool(url, "test", failures_max=1000, retry_s=1.0, prefault=False)
         self.clock = Clock()
+        self.pool = Pool(url, "test", failures_max=3, retry_s=5.0, prefault=False, clock=self.clock)
         self.scheduler = Scheduler(
             Settings(**{"tokens_per_object": OBJECT, "load_min_tokens": OBJECT, "admission": "always", **settings}),
             Plan(OBJECT, BLOCK, tuple(plans), ranks), self.spaces, self.pool,
@@ -285,6 +285,30 @@ def test_a_lookup_waits_for_two_milliseconds_a_step_and_is_given_up_in_the_end(
     assert made.scheduler.matched_tokens(request, 0) == (0, False)
     assert pending.cancelled == 1
     assert made.scheduler.tally.requests["skipped"] == 1
+
+
+def test_a_node_that_is_too_slow_several_times_in_a_row_is_left_alone_for_a_while(
+    engine: Any, client: moonpool.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Engine = engine()
+    made.store(client, request_of("", 96), range(3))
+    asked: list[NoAnswer] = []
+
+    def no_answer(*_: Any, **__: Any) -> NoAnswer:
+        asked.append(NoAnswer())
+        return asked[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.pool.client, "begin_match", no_answer)
+        for n in range(10):
+            request = request_of(f"request {n}", 96)
+            while made.scheduler.matched_tokens(request, 0)[0] is None:
+                made.clock.now += LOOKUP_PATIENCE_S
+            made.scheduler.finished(request)
+    assert len(asked) == 3
+    assert made.scheduler.matched_tokens(request_of("a", 96), 0) == (0, False)
+    made.clock.now += 5.0
+    assert made.lookup(request_of("a", 96)) == 96
 
 
 # ---- the hold --------------------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ class Lookups:
             if self._clock() - tracked.asked_at < LOOKUP_PATIENCE_S:
                 return None
             self._tally.skipped("lookup too slow")
+            self._pool.failed("the node takes too long to answer a lookup")
         except MoonpoolError as error:
             self._pool.failed(error)
         self.let_go(tracked)
