@@ -48,10 +48,12 @@ class Tracked:
     """A hit that is computed all the same: what it has found stays held, to be compared when that is done."""
     blocks: tuple[list[int], ...] = ()
     """Per KV group, as far as told by the scheduler's output."""
+    blocks_known: bool = True
+    """False where they may be out of date, until it is computed anew."""
     saved: int = 0
     """Objects from the first on that are stored, or on their way."""
     storable: bool = True
-    """False where its blocks aren't known for certain, or hold KV of before a reset; until it is computed anew."""
+    """False where its blocks aren't known, or hold KV of before a reset; until it is computed anew."""
 
     @property
     def id(self) -> str:

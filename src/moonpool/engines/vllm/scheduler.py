@@ -216,7 +216,7 @@ class Scheduler:
     def _fill(self, metadata: StepMetadata, output: Any) -> None:
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.saved, tracked.blocks, tracked.storable = 0, (), True
+                tracked.saved, tracked.blocks, tracked.blocks_known, tracked.storable = 0, (), True, True
                 self._lookups.let_go(tracked)
         tables = compat.BlockTables(output)
         for request_id in tables.changed():
@@ -224,7 +224,7 @@ class Scheduler:
                 tracked.blocks = tables.updated(request_id, tracked.blocks)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or not tracked.storable:
+            if tracked is None or not tracked.blocks_known:
                 self._reading.writes_anywhere()
                 continue
             self._writes(tracked.blocks, tables.computed(request_id))
@@ -266,7 +266,7 @@ class Scheduler:
         """What is known of the block tables may be out of date: no request that has one is stored any more."""
         self._reading.writes_anywhere()
         for tracked in self._tracked.values():
-            tracked.storable = False
+            tracked.blocks_known = tracked.storable = False
 
     def _due_saves(self, output: Any, tables: compat.BlockTables) -> Iterator[Save]:
         for request_id, scheduled in output.num_scheduled_tokens.items():
