@@ -223,6 +223,27 @@ def test_a_copy_that_fails_is_computed_and_the_engine_goes_on(
     settled(client)
 
 
+def test_versions_that_are_told_of_failed_loads_by_block_compute_them_too(
+    plain: Engine, engine: Any, client: moonpool.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moonpool.engines.vllm.connector import MoonpoolConnector
+
+    monkeypatch.delattr(MoonpoolConnector, "get_transfer_results")  # as if there were none to call
+    right = plain.generate(PROMPTS)
+    pooled: Engine = engine()
+    pooled.generate(PROMPTS)
+    settled(client)
+
+    def fail(count: int, load: bool) -> None:
+        if load and count == 2:
+            raise OSError("no such luck")
+
+    on_copies(pooled, fail)
+    assert_same(pooled.generate(PROMPTS), right)
+    assert pooled.scheduler.tally.requests["failed"] > 0
+    settled(client)
+
+
 # ---- corruption ------------------------------------------------------------------------------------------------------
 
 
