@@ -34,7 +34,7 @@ from moonpool.wire.versions import FEATURES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "moonpool"
-RUN = ("README.md", "docs/architecture.md", "docs/protocol.md", "docs/operations.md")
+RUN = ("README.md", "docs/architecture.md", "docs/protocol.md", "docs/operations.md", "docs/engines/vllm.md")
 """Documents whose blocks are run. Others have tests of their own beside what they describe."""
 PROSE = sorted(p for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")))
 TIMEOUT_S = 60.0
@@ -191,7 +191,7 @@ def skip_where_taken(command: str) -> None:
 
 @pytest.mark.parametrize("document", RUN)
 def test_every_block_is_run_read_or_plain_text(document: str) -> None:
-    kinds = {"console", "python", "toml", "yaml", "text"}
+    kinds = {"console", "python", "toml", "yaml", "json", "text"}
     assert [f"line {block.line}" for block in blocks(document) if block.language not in kinds] == []
 
 

@@ -24,12 +24,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The connector's settings. `parse_settings` makes one of the extra config."""
 
     url: str | None = None
-    """The node: None for the host's own, else what `moonpool.connect` takes ("unix:/dev/shm/…")."""
+    """The node, as `moonpool.connect` takes it ("unix:/dev/shm/…"); left out, the one that MOONPOOL_URL names, else the
+    host's own."""
     tokens_per_object: int = 256
-    """Tokens whose KV is stored and loaded as one; rounded up to what the model's KV groups have in common."""
+    """Tokens whose KV is stored and loaded as one; rounded up to whole blocks of all of the model's KV groups."""
     save: Literal["prompt", "all", "seen"] = "prompt"
-    """What is stored: "prompt" tokens alone; "all", generated tokens too; "seen", prompts that were asked for
-    `seen_times` times."""
+    """What is stored: "prompt", prompts; "all", generated tokens too; "seen", prompts that were asked for `seen_times`
+    times (of an engine that loads as well: it is lookups that are counted)."""
     seen_times: int = 2
     """With `save` "seen": how often a prefix has to be asked for before it is stored."""
     admission: Literal["auto", "always"] = "auto"
@@ -37,7 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     load_min_tokens: int = 256
     """Hits that spare fewer tokens than this are computed: too short to be worth a load."""
     verify: bool = False
-    """Whether loaded bytes are checked against their checksum, which costs a pass over them."""
+    """Whether loaded bytes are checked against the checksum that they were stored with: a pass over them, by a thread
+    of the worker's, at either end."""
     shadow_rate: float = 0.0
     """Share of hits, 0 to 1, that are computed all the same and compared with what is stored."""
     shadow_tolerance: float = 0.05
@@ -49,11 +51,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lookup_timeout_s: float = 0.002
     """How long one step waits for the answer to a lookup; the request is asked for again the next step."""
     load_timeout_s: float = 10.0
-    """A load that takes longer has failed; its tokens are computed."""
+    """A load that takes longer has failed, and with it all that are under way; their tokens are computed."""
     store_inflight_bytes: int = 8 << 30
     """KV that may wait to be stored; beyond it, what is computed isn't stored."""
     staging_bytes: int = 256 << 20
-    """Pinned or GPU memory through which small pieces are gathered for one large copy."""
+    """The GPU's memory that each worker takes beside vLLM's own, to gather small pieces for large copies."""
     failures_max: int = 5
     """After so many failures in a row the engine goes on without the pool for `retry_s`."""
     retry_s: float = 5.0
