@@ -171,6 +171,14 @@ def test_numbers_that_the_text_gives_are_the_code_s() -> None:
     assert [bool(note and note.tokens) for note in notes] == [True, False]
 
 
+def test_the_reference_workload_s_figures_are_those_measured() -> None:
+    modes = json.loads((ROOT / "bench" / "results" / "vllm_reference.json").read_text())["modes"]
+    measured = [[f"{run['until_last_answer_s']:.2f}" for run in mode["runs"][:2]] for mode in modes]
+    assert [row[1:] for row in table("README.md", "seconds until the last answer")] == measured
+    assert [mode["mode"] for mode in modes] == ["baseline", "native", "moonpool", "moonpool"]
+    assert (modes[0]["requests"], modes[0]["tokens"], modes[0]["model"]) == (32, 10_000, "llama-8b")
+
+
 # ---- the walk --------------------------------------------------------------------------------------------------------
 
 
