@@ -165,6 +165,7 @@ class Stores:
                 self._submit(storing)
             except NodeUnavailable as error:
                 log.debug("a step's stores are lost: %s", error)
+                self._told(WorkerReport(unstored={"node gone": len(storing.wanted)}))
             except MoonpoolError as error:
                 self._told(WorkerReport(errors=[f"{error}"]))
             except Exception as error:  # a thread that ends would leave every later store's blocks unread
