@@ -47,6 +47,10 @@ class RequestTimeout(NodeUnavailable, TimeoutError):
     """The node didn't answer within the client's `timeout_s`. Until it does, further calls fail at once."""
 
 
+class Cancelled(MoonpoolError):
+    """The call was cancelled while it waited; what it had been granted has been given back."""
+
+
 class RemoteError(MoonpoolError):
     """The node refused a request; the text is the node's."""
 

@@ -40,6 +40,8 @@ WRITE_BUFFER_BYTES_MAX = 8 << 20
 LAST_WORDS_S = 0.1
 """How long a dead process's socket may take to end before its session does: only where a forked child holds it."""
 EVENTS_PER_MESSAGE = 256
+_CANCELLED = (m.Reserve, m.PutInline, m.Acquire, m.Verify)
+"""What may wait, for space, a writer or a checksum, and is ended by `Cancel`; all else is carried through."""
 SNAPSHOT_OBJECTS = 256
 
 
@@ -81,6 +83,7 @@ class Connection(asyncio.Protocol):
         self._gone = False  # the peer's process
         self._over = False  # nothing of it is served any more
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, tuple[asyncio.Task[None], Steps[Any]]] = {}  # those of them that can be cancelled
         self._transport: asyncio.Transport | None = None
         self._drained = asyncio.Event()
         self._drained.set()
@@ -176,13 +179,17 @@ class Connection(asyncio.Protocol):
                 self._bye(session, request)
             elif isinstance(request, m.Subscribe):
                 self._subscribe(session, request)
+            elif isinstance(request, m.Cancel):
+                self._cancel(request.request)
             else:
                 reply = self.server.dispatcher.serve(session, request)
                 if isinstance(reply, m.Message | None):
                     self._answer(session, reply)
                 else:
                     in_order = self.server.dispatcher.in_order(request)
-                    self._run(request.id, reply, partial(self._answer, session), in_order=in_order)
+                    task = self._run(request.id, reply, partial(self._answer, session), in_order=in_order)
+                    if task is not None and not in_order and isinstance(request, _CANCELLED):
+                        self._waiting[request.id] = task, reply
         except errors.ProtocolError:
             raise
         except errors.MoonpoolError as error:
@@ -211,20 +218,31 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _run(self, request_id: int, steps: Steps[T], answer: Callable[[T], None], *, in_order: bool) -> None:
-        """Take the first step now: most are over with it. Otherwise go on as a task, others in between, and where it
-        is to be `in_order` nothing else of this connection's."""
+    def _run(
+        self, request_id: int, steps: Steps[T], answer: Callable[[T], None], *, in_order: bool
+    ) -> asyncio.Task[None] | None:
+        """Take the first step now: most are over with it. Otherwise go on as a task, which is returned, others in
+        between, and where it is to be `in_order` nothing else of this connection's."""
         if len(self._tasks) >= INFLIGHT_MAX and not in_order:  # before the first step, which may grant something
             raise errors.RemoteError(f"{INFLIGHT_MAX} requests of this client are waiting already; wait for some first")
         try:
             step = next(steps)
         except StopIteration as stop:
             answer(stop.value)
-            return
+            return None
         self._held_up = in_order
         task = self.server.loop.create_task(self._finish(request_id, steps, step, answer, in_order))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _cancel(self, request_id: int) -> None:
+        """End a request that waits: what it has been granted is given back now, before anything else is served."""
+        task, steps = self._waiting.pop(request_id, (None, None))
+        if task is not None and steps is not None:
+            task.cancel()
+            steps.close()
+            self.send(m.Refused(request_id, "Cancelled", "its client has cancelled it"))
 
     async def _finish(
         self, request_id: int, steps: Steps[T], step: float | None, answer: Callable[[T], None], in_order: bool
@@ -238,6 +256,7 @@ class Connection(asyncio.Protocol):
             self.send(m.Refused(request_id, "RemoteError", f"internal error in the node: {error!r}"))
         finally:
             steps.close()
+            self._waiting.pop(request_id, None)
             if in_order:
                 self._held_up = False
                 self._work_soon()

@@ -19,7 +19,7 @@ from moonpool.observe.stats import node_stats
 from moonpool.options import RESERVE_WAIT_MAX_S
 from moonpool.status import Status
 from moonpool.wire import messages as m
-from moonpool.wire.versions import FEATURES, Version, boot_id
+from moonpool.wire.versions import Version, boot_id
 
 INLINE_BYTES_MAX = m.INLINE_BATCH_BYTES_MAX + INLINE_VALUE_BYTES_MAX
 """Values of one `PutInline`: what waits for space is kept in memory, up to `INFLIGHT_MAX` messages a client."""
@@ -136,7 +136,7 @@ class Dispatcher:
             request.id,
             ours.major,
             ours.minor,
-            sorted(FEATURES),
+            ours.features,
             boot_id(),
             session.number,
             session.token,

@@ -326,6 +326,13 @@ class Verify(Message, frozen=True, tag=24):
     keys: list[bytes]
 
 
+class Cancel(Message, frozen=True, tag=26):
+    """Nobody asks for the answer to an earlier request of this connection: if it waits, it ends with `Refused` of kind
+    `Cancelled`, and has granted nothing."""
+
+    request: int
+
+
 # ---- feed --------------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +396,7 @@ Request = (
     | Statistics
     | Verify
     | Subscribe
+    | Cancel
 )
 Reply = (
     Welcome

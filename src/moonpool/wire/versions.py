@@ -9,8 +9,9 @@ from moonpool.folder.layout import LAYOUT_VERSION
 from moonpool.probes import told
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
-FEATURES = frozenset({"inline-put", "match", "holds", "feed", "purge"})
+PROTOCOL_MINOR = 1
+FEATURES = {"inline-put": 0, "match": 0, "holds": 0, "feed": 0, "purge": 0, "cancel": 1}
+"""What is known, and since which minor version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Version:
             return cls()
         major, _, minor = pretended.partition(".")
         return cls(int(major), int(minor))
+
+    @property
+    def features(self) -> list[str]:
+        """What a side of this version knows beside what every version does."""
+        return sorted(name for name, minor in FEATURES.items() if minor <= self.minor)
 
     def check(self, other: Version, layout: int, *, who: str) -> None:
         """Raise `VersionMismatch`, with what to do, unless the two work together: protocol and table `layout`."""
