@@ -5,7 +5,8 @@
         async with client.view_many(keys) as views: …
 
 A call that is cancelled is awaited to its end before the cancellation goes on, since a copy into or out of the
-caller's buffers may be under way: when it raises `CancelledError`, nothing touches them any more.
+caller's buffers may be under way: when it raises `CancelledError`, nothing touches them any more. What it waits for in
+the node (space, another writer, a checksum) it gives up at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from moonpool.client import client as _client
 from moonpool.client.buffers import Buffer
+from moonpool.client.cancelling import Scope
 from moonpool.client.reading import Views
 from moonpool.client.writing import Reservations
 from moonpool.keys import KeySpace
@@ -186,8 +188,11 @@ _executor = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="moonpool-aio")
 
 
 async def _in_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Run a call in a thread; a cancellation waits for its end."""
-    work: Awaitable[T] = asyncio.get_running_loop().run_in_executor(_executor, lambda: call(*args, **options))
+    """Run a call in a thread; a cancellation ends what it waits for, and waits for its end."""
+    scope = Scope()
+    work: Awaitable[T] = asyncio.get_running_loop().run_in_executor(
+        _executor, lambda: scope.run(lambda: call(*args, **options))
+    )
     future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -195,6 +200,7 @@ async def _in_thread(call: Callable[P, T], *args: P.args, **options: P.kwargs) -
             await asyncio.shield(future)
         except asyncio.CancelledError as error:
             cancelled = error
+            scope.cancel()
         except BaseException:
             break
     if cancelled is not None:

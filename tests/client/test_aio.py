@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 import moonpool
 import moonpool.aio
@@ -93,3 +95,49 @@ def test_cancelled_views_reservations_and_puts_hold_nothing(shared_node: Running
 
     asyncio.run(cancel())
     eventually(lambda: (client.stats().pins, client.stats().reservations) == (0, 0))
+
+
+def test_a_cancelled_call_waits_no_longer_in_the_node(shared_node: RunningNode, client: moonpool.Client) -> None:
+    refused = client.stats().no_space
+
+    async def cancel(ours: moonpool.aio.AsyncClient, call: Callable[[], Awaitable[object]]) -> None:
+        task = asyncio.ensure_future(call())
+        while not client.stats().reservations_waiting:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert client.stats().reservations_waiting == 0
+
+    async def run() -> None:
+        async with await moonpool.aio.connect(shared_node.url) as ours:
+            size = ours.sync.pool_bytes
+            await cancel(ours, lambda: _enter(ours.reserve_many(["had", "wanted"], [5000, size], wait_s=5)))
+            # Several requests, of which each would wait.
+            await cancel(ours, lambda: ours.put_many(["a", "b"], [np.ones(size // 2, np.uint8)] * 2, wait_s=5))
+            assert await ours.put("had", b"value") is moonpool.Status.OK
+
+    with client.reserve("all", client.pool_bytes - MIB):
+        asyncio.run(run())
+    assert client.stats().no_space == refused, "no wait has lasted as long as it might have"
+
+
+def test_an_embedded_clients_wait_is_cancelled_as_well() -> None:
+    async def run() -> None:
+        async with await moonpool.aio.connect("embedded:16MiB") as ours:
+            with ours.sync.reserve("all", 15 * MIB):
+                task = asyncio.ensure_future(_enter(ours.reserve_many(["wanted"], [15 * MIB], wait_s=5)))
+                while not (await ours.stats()).reservations_waiting:
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                found = await ours.stats()
+                assert (found.reservations, found.reservations_waiting, found.no_space) == (1, 0, 0)
+
+    asyncio.run(run())
+
+
+async def _enter(context: Any) -> None:
+    async with context:
+        await asyncio.sleep(10)

@@ -15,7 +15,8 @@ from moonpool.cli.entries import READING_OFF, missing, why
 
 if TYPE_CHECKING:
     from moonpool.client.client import Client
-    from moonpool.client.reading import Array, Views
+    from moonpool.client.grants import Array
+    from moonpool.client.reading import Views
     from moonpool.status import Status, Statuses
 
 CHUNK_BYTES = 16 << 20  # between two steps of a progress bar: a few ms each

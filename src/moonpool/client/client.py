@@ -41,7 +41,6 @@ class Client(Lookup, Writing, Administration):
         self.commits = Commits(link)
         link.every_round(self.commits.collect)
         _clients.add(self)
-        self.holds = set()
 
     def subscribe(self, snapshot: bool = False) -> Subscription:
         """Every change on the node from now on, in order, as an iterator of `Event`.

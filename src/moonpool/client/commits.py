@@ -6,8 +6,8 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from moonpool.client.attachment import Attachment
-from moonpool.client.interface import Begun, Link
+from moonpool.client.grants import Grant
+from moonpool.client.interface import Link
 from moonpool.client.link import TRIES_MAX
 from moonpool.errors import MoonpoolError, NodeUnavailable
 from moonpool.probes import ARMED, reach
@@ -24,11 +24,12 @@ UNANSWERED_MAX = 8
 class _Commit:
     """Filled extents on their way to being visible. They stay declared as reservations until the node has answered."""
 
-    attachment: Attachment
+    grants: list[Grant]
+    """What has given the extents, all of one attachment."""
     ids: list[int]
     checksums: list[int]
     transfer_s: float
-    begun: Begun | None = None
+    begun: Grant | None = None
 
 
 class Commits:
@@ -38,19 +39,26 @@ class Commits:
         self._link = link
         self._unanswered: deque[_Commit] = deque()
 
-    def now(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> list[Status]:
+    def now(self, grants: list[Grant], ids: list[int], checksums: list[int], transfer_s: float) -> list[Status]:
         """Commit, and wait for the answer. Raises `NodeUnavailable` where none is to be had: the extents are then
         given back (committed ones stay what they are)."""
-        return self._finish(_Commit(attachment, ids, checksums, transfer_s))
+        commit = _Commit(grants, ids, checksums, transfer_s)
+        try:
+            return self._answer(commit)
+        except BaseException:
+            self._give_back(commit)
+            raise
 
-    def later(self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float) -> None:
+    def later(self, grants: list[Grant], ids: list[int], checksums: list[int], transfer_s: float) -> None:
         """Commit, and take the answer with a later call's. The node serves what this client, or anybody whom it tells,
         asks after that as if it had been waited for: messages are served in the order in which they are sent."""
-        commit = _Commit(attachment, ids, checksums, transfer_s)
+        commit = _Commit(grants, ids, checksums, transfer_s)
         try:
-            self._send(commit)
+            commit.begun = self._begin(commit)
+        except NodeUnavailable:
+            pass  # sent anew when its answer is wanted
         except BaseException:
-            self._link.abort(attachment, ids)
+            self._give_back(commit)
             raise
         if ARMED:
             reach("client-commit-sent")
@@ -75,35 +83,33 @@ class Commits:
         except IndexError:  # another thread was quicker
             return
         try:
-            lost = [status for status in self._finish(commit) if status is not Status.OK]
+            lost = [status for status in self._answer(commit) if status is not Status.OK]
         except MoonpoolError as error:
+            self._give_back(commit)
             log.warning("%d objects are not stored: %s", len(commit.ids), error)
             return
+        except BaseException:  # which has to do with who waits, and not with what was put before
+            commit.begun = None
+            self._unanswered.appendleft(commit)
+            raise
         if lost:
             log.info(
                 "%d of %d objects are not stored: purged meanwhile, or the session was lost", len(lost), len(commit.ids)
             )
 
-    def _send(self, commit: _Commit) -> None:
-        try:
-            commit.begun = self._link.begin_commit(commit.attachment, commit.ids, commit.checksums, commit.transfer_s)
-        except NodeUnavailable:
-            commit.begun = None  # sent anew when its answer is wanted
+    def _begin(self, commit: _Commit) -> Grant | None:
+        attachment = commit.grants[0].attachment
+        return self._link.begin_commit(attachment, commit.ids, commit.checksums, commit.transfer_s)
 
-    def _finish(self, commit: _Commit) -> list[Status]:
-        try:
-            return self._answer(commit)
-        except BaseException:
-            self._link.abort(commit.attachment, commit.ids)
-            raise
+    def _give_back(self, commit: _Commit) -> None:
+        for grant in commit.grants:
+            self._link.give_back(grant)
 
     def _answer(self, commit: _Commit) -> list[Status]:
         for left in reversed(range(TRIES_MAX)):
             try:
                 if commit.begun is None:
-                    commit.begun = self._link.begin_commit(
-                        commit.attachment, commit.ids, commit.checksums, commit.transfer_s
-                    )
+                    commit.begun = self._begin(commit)
                 if commit.begun is None:
                     return [Status.STALE] * len(commit.ids)
                 if ARMED:
@@ -115,6 +121,6 @@ class Commits:
                     raise
                 continue
             assert isinstance(reply, m.StatusReply)
-            self._link.committed(commit.attachment, commit.ids)
+            self._link.settled(commit.grants)
             return list(map(Status, reply.statuses))
         raise AssertionError("the last try returns or raises")

@@ -17,7 +17,7 @@ from moonpool.node.node import Node
 from moonpool.wire import messages as m
 from moonpool.wire.frames import FrameReader, decode_reply, encode
 from moonpool.wire.messages import Event
-from moonpool.wire.versions import FEATURES, Version, boot_id
+from moonpool.wire.versions import Version, boot_id
 
 __all__ = ["EmbeddedSubscription", "Event", "SocketSubscription", "Subscription"]
 
@@ -81,12 +81,12 @@ class SocketSubscription(_Base):
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = FrameReader()
         self._subscribed = False
-        channel = Channel(self._sock, timeout_s, lambda channel, reply: None, lambda channel, reply: None)
+        channel = Channel(self._sock, timeout_s)
         try:
             self._sock.connect(str(folder.socket))
             ours = Version.ours()
-            hello = m.Hello(1, ours.major, ours.minor, sorted(FEATURES), boot_id(), name, True)
-            channel.finish(*channel.begin(hello))
+            hello = m.Hello(1, ours.major, ours.minor, ours.features, boot_id(), name, True)
+            channel.finish(channel.begin(hello))
             # From here on the node pushes: frames are read here, not by the channel.
             self._sock.sendall(encode(m.Subscribe(2, snapshot)))
             while not self._subscribed:  # what changes once this has returned is in the feed

@@ -5,14 +5,12 @@ There are two: `link.SocketLink` over a socket, and `embedded.EmbeddedLink` insi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from moonpool.client.attachment import Attachment
+from moonpool.client.grants import Ended, Grant
 from moonpool.wire import messages as m
-
-Begun = Any
-"""A request under way: what `begin` gives and `finish` takes, once."""
 
 
 class Link(Protocol):
@@ -29,53 +27,51 @@ class Link(Protocol):
     def call(self, request: m.Message) -> m.Message:
         """Send a request and wait for its reply; sent anew where the connection broke. `id` is filled in."""
 
-    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Attachment]:
-        """As `call`, with the attachment that the ids and offsets in the reply belong to. `meanwhile` is called once,
-        while the node is at work."""
+    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Grant]:
+        """As `call`, with what owns all that the reply gives. `meanwhile` is called once, while the node is at work."""
 
-    def begin(self, request: m.Message) -> Begun:
-        """Send a request now; `finish` waits for the reply."""
+    def begin(self, request: m.Message) -> Grant:
+        """Send a request now; `finish` waits for the reply, once."""
 
-    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
+    def begin_many(self, requests: Sequence[m.Message]) -> list[Grant]:
         """Send several requests at once."""
 
-    def finish(self, begun: Begun) -> tuple[m.Message, Attachment]: ...
+    def finish(self, grant: Grant) -> tuple[m.Message, Grant]: ...
 
     def send(self, message: m.Message) -> None:
         """Send a message that has no reply, if the connection is there."""
 
-    def answered(self, begun: Begun | None) -> bool:
+    def answered(self, grant: Grant | None) -> bool:
         """Whether `finish` would come to an end at once; so it is for None, which was never sent."""
 
-    def wait(self, begun: Begun, timeout_s: float) -> bool:
+    def wait(self, grant: Grant, timeout_s: float) -> bool:
         """Wait for at most `timeout_s`; the same as `answered` then."""
 
     def every_round(self, call: Callable[[], None]) -> None:
         """Have the watching thread, where there is one, call this method some ten times a second, while its object
         lives: the link doesn't keep it."""
 
-    def abandon(self, begun: Begun) -> None:
-        """Nobody asks for this reply any more: what it gives is given back."""
-
     def begin_commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
-    ) -> Begun | None:
+    ) -> Grant | None:
         """Send the commit of filled extents. None where they belong to a session that is no more."""
 
-    def committed(self, attachment: Attachment, ids: list[int]) -> None:
-        """The node has answered a commit: these are no reservations of ours any more."""
+    def settled(self, grants: Iterable[Grant]) -> None:
+        """The node has answered the commit of all that these gave: it is no reservation of ours any more."""
 
-    def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
-        """Give pins back; not waited for. The caller's I/O on them has stopped."""
+    def give_back(self, grant: Grant, places: Sequence[int] | None = None, transfer_s: float = 0.0) -> None:
+        """Give pins or extents back: all, or those at these places of the reply; not waited for. The caller's I/O on
+        them has stopped. Of a request that is unanswered, whatever it will give; where it waits in the node, its wait
+        ends."""
 
-    def abort(self, attachment: Attachment, ids: list[int]) -> None:
-        """Give extents back unfilled; not waited for. The caller's I/O on them has stopped."""
-
-    def drop(self, attachment: Attachment, number: int) -> None:
-        """A view's last reference is gone: its pin is released soon. Called by finalizers; only appends to a queue."""
+    ended: Ended
+    """Queues a grant, or an array that was handed out, that is gone. Called by finalizers."""
 
     def flush(self) -> None:
-        """Release what `drop` has queued."""
+        """Give back what `ended` has queued."""
+
+    holds: dict[str, Any]
+    """Names of holds that this client has asked for and not released."""
 
     def close(self, wait: bool = True) -> None:
         """End the session, at once or when the last view is gone; `wait` for the node to say that it has. Safe to call

@@ -11,18 +11,20 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool import errors
 from moonpool.client.attachment import Attachment, Prefault
+from moonpool.client.cancelling import SCOPE
 from moonpool.client.channel import Channel
-from moonpool.client.interface import Begun
+from moonpool.client.grants import Grant, Pending
+from moonpool.client.holding import Holding
 from moonpool.folder.folder import Folder, open_file
 from moonpool.folder.layout import Header
 from moonpool.probes import ARMED, reach
 from moonpool.wire import messages as m
-from moonpool.wire.versions import FEATURES, Version, boot_id
+from moonpool.wire.versions import Version, boot_id
 
 log = logging.getLogger("moonpool.client")
 
@@ -35,7 +37,7 @@ TRIES_MAX = 3
 """How often one call is sent anew because the connection broke under it."""
 
 
-class SocketLink:
+class SocketLink(Holding):
     """A session over a Unix socket: reconnects by itself, and then tells the node what it still holds."""
 
     def __init__(
@@ -70,9 +72,7 @@ class SocketLink:
         self._attachment: Attachment | None = None
         self._session, self._token = 0, b""
         self._lock_fd = -1
-        self._pins: dict[int, int] = {}
-        self._reservations: set[int] = set()
-        self._dropped: deque[tuple[Attachment, int]] = deque()
+        self._hold_nothing()
         self._closing = False
         self._watcher: threading.Thread | None = None
         self._prefault: Prefault | None = None
@@ -122,7 +122,7 @@ class SocketLink:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # no descriptor left
             raise errors.NodeUnavailable(f"no socket to be had: {error.strerror}") from error
-        channel = Channel(sock, min(self.timeout_s, HELLO_TIMEOUT_S), self._arrived, self._give_back)
+        channel = Channel(sock, min(self.timeout_s, HELLO_TIMEOUT_S), self._arrived, self.ended)
         try:
             try:
                 self.folder.check(own=self._own_folder)
@@ -133,11 +133,12 @@ class SocketLink:
                     f"no node answers at {self.folder.socket} ({why}); start one with "
                     f"`moonpool serve --dir {self.folder.path}`"
                 ) from error
-            welcome = channel.finish(*channel.begin(self._hello(channel.number())))
+            welcome = channel.finish(channel.begin(self._hello(channel.number())))
             if not isinstance(welcome, m.Welcome):
                 raise errors.NodeUnavailable(f"the node answered Hello with {type(welcome).__name__}")
             Version.ours().check(Version(welcome.major, welcome.minor), welcome.layout, who="the node")
             channel.set_timeout(self.timeout_s)
+            channel.cancels = "cancel" in welcome.features
             self._adopt(channel, welcome)
         except BaseException as error:
             channel.close()
@@ -152,28 +153,26 @@ class SocketLink:
     def _watch(self) -> None:
         """Start the watching thread, if it isn't there yet."""
         if self._watcher is None:
-            self._watcher = threading.Thread(
-                target=_watch, args=(weakref.ref(self),), name="moonpool-watch", daemon=True
-            )
-            self._watcher.start()
+            watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="moonpool-watch", daemon=True)
+            watcher.start()
+            self._watcher = watcher
 
     def _hello(self, number: int) -> m.Hello:
         ours = Version.ours()
         pool_id = self._attachment.pool_id if self._attachment is not None else b""
+        pins, reservations = self._declared()
         return m.Hello(
-            number, ours.major, ours.minor, sorted(FEATURES), boot_id(), self.name, self.read_only,
-            self._session, self._token, pool_id, list(self._pins.items()), list(self._reservations),
+            number, ours.major, ours.minor, ours.features, boot_id(), self.name, self.read_only,
+            self._session, self._token, pool_id, pins, reservations,
         )  # fmt: skip
 
     def _adopt(self, channel: Channel, welcome: m.Welcome) -> None:
         if not welcome.resumed:
             # Not (or no longer) our session: whatever we held is of an earlier pool or node, whose mapping stays.
-            self._pins.clear()
-            self._reservations.clear()
+            self._held.clear()
+            self.holds.clear()
             self._lock_session(welcome.session)
-        for number in welcome.stale:
-            self._pins.pop(number, None)
-            self._reservations.discard(number)
+        self._lose(set(welcome.stale))
         self._session, self._token = welcome.session, welcome.token
         earlier = self._attachment
         self._attachment = channel.attachment = Attachment.map(
@@ -185,6 +184,7 @@ class SocketLink:
             self._prefault = Prefault(self._attachment.pool, self._reserved_bytes)
             self._prefault.start()
         self._channel = channel
+        self._end_lost_holds(channel)
         self._retry_s = RECONNECT_FIRST_S
 
     def _reserved_bytes(self) -> int:
@@ -206,143 +206,90 @@ class SocketLink:
     def call(self, request: m.Message) -> m.Message:
         return self.exchange(request)[0]
 
-    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Attachment]:
+    def exchange(self, request: m.Message, meanwhile: Callable[[], None] | None = None) -> tuple[m.Message, Grant]:
         for left in reversed(range(TRIES_MAX)):
+            channel = None
             try:
-                begun = self.begin(request)
+                channel = self._current()
+                grant = self._begin(channel, request)
                 if meanwhile is not None:
                     try:
                         meanwhile()
                     except BaseException:
-                        self.abandon(begun)
+                        self.give_back(grant)
                         raise
                     meanwhile = None
-                return self.finish(begun)
+                return self.finish(grant)
             except errors.VersionMismatch:
                 raise
             except errors.NodeUnavailable:
-                channel = self._channel
+                channel = channel or self._channel
                 if not left or channel is None or channel.broken is None:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def begin(self, request: m.Message) -> Begun:
+    def begin(self, request: m.Message) -> Grant:
+        return self._begin(self._current(), request)
+
+    def _begin(self, channel: Channel, request: m.Message) -> Grant:
+        grant = channel.begin(_numbered(request, channel.number()))
+        if grant.pending.hold:
+            with self._state:
+                self._ask_for_hold(grant.pending)
+        return grant
+
+    def begin_many(self, requests: Sequence[m.Message]) -> list[Grant]:
         channel = self._current()
-        return channel, channel.begin(_numbered(request, channel.number()))[0]
+        return channel.begin_many([_numbered(request, channel.number()) for request in requests])
 
-    def begin_many(self, requests: Sequence[m.Message]) -> list[Begun]:
-        channel = self._current()
-        numbered = [_numbered(request, channel.number()) for request in requests]
-        return [(channel, pending) for pending in channel.begin(*numbered)]
+    def finish(self, grant: Grant) -> tuple[m.Message, Grant]:
+        pending = grant.pending
+        assert pending is not None, "a request is finished once"
+        scope = SCOPE.get()
+        if scope is not None:
+            scope.waits(partial(self._cancel, pending))
+        try:
+            reply: m.Message = pending.channel.finish(grant)
+        except BaseException:
+            self.give_back(grant)
+            raise
+        if not (pending.ids or pending.hold):
+            grant.pending = None
+        return reply, grant
 
-    def finish(self, begun: Begun) -> tuple[m.Message, Attachment]:
-        channel, pending = begun
-        return channel.finish(pending), channel.attachment
+    def _cancel(self, pending: Pending) -> None:
+        """End a request's wait in the node; its caller still gets an answer."""
+        if pending.reply is None and pending.channel.cancels:
+            with contextlib.suppress(errors.NodeUnavailable):
+                pending.channel.send(m.Cancel(0, pending.number))
 
-    def answered(self, begun: Begun | None) -> bool:
-        if begun is None:
-            return True
-        channel, pending = begun
-        return bool(channel.answered(pending))
+    def answered(self, grant: Grant | None) -> bool:
+        pending = None if grant is None else grant.pending
+        return pending is None or pending.channel.answered(pending)
 
-    def wait(self, begun: Begun, timeout_s: float) -> bool:
-        channel, pending = begun
-        return bool(channel.wait(pending, timeout_s))
+    def wait(self, grant: Grant, timeout_s: float) -> bool:
+        pending = grant.pending
+        return pending is None or pending.channel.wait(pending, timeout_s)
 
     def every_round(self, call: Callable[[], None]) -> None:
         self._rounds.append(weakref.WeakMethod(call))
 
-    def abandon(self, begun: Begun) -> None:
-        channel, pending = begun
-        channel.abandon(pending)
-
     def begin_commit(
         self, attachment: Attachment, ids: list[int], checksums: list[int], transfer_s: float
-    ) -> Begun | None:
+    ) -> Grant | None:
         with self._state:
             channel = self._channel
             if channel is None or channel.broken is not None:  # else also while closing: what is filled is to stay
                 channel = self._current()
             if attachment.token != self._token:
                 return None
-            return channel, channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))[0]
-
-    def committed(self, attachment: Attachment, ids: list[int]) -> None:
-        with self._state:
-            if attachment.token == self._token:
-                self._reservations.difference_update(ids)
-
-    def release(self, attachment: Attachment, ids: list[int], transfer_s: float = 0.0) -> None:
-        with self._state:
-            if attachment.token != self._token:
-                return
-            pins = self._pins
-            held = []
-            for number in ids:
-                left = pins.pop(number, 0)
-                if left:  # else the node has lost it meanwhile, and told us
-                    held.append(number)
-                    if left > 1:
-                        pins[number] = left - 1
-            if held:
-                self._send(m.Release(0, held, transfer_s))
-
-    def abort(self, attachment: Attachment, ids: list[int]) -> None:
-        with self._state:
-            if attachment.token == self._token:
-                self._reservations.difference_update(ids)
-                self._send(m.Abort(0, ids))
+            return channel.begin(m.Commit(channel.number(), ids, checksums, transfer_s))
 
     def send(self, message: m.Message) -> None:
-        with self._state:
-            self._send(message)
-
-    def _send(self, message: m.Message) -> None:
-        """With the state locked. A broken connection loses nothing: what is held is declared at the next."""
         channel = self._channel
         if channel is not None and channel.broken is None:
             with contextlib.suppress(errors.NodeUnavailable):
                 channel.send(message)
-
-    def drop(self, attachment: Attachment, number: int) -> None:
-        self._dropped.append((attachment, number))
-
-    def flush(self) -> None:
-        dropped = self._dropped
-        while dropped:
-            ids: dict[Attachment, list[int]] = {}
-            with contextlib.suppress(IndexError):
-                for _ in range(m.KEYS_MAX):
-                    attachment, number = dropped.popleft()
-                    ids.setdefault(attachment, []).append(number)
-            for attachment, numbers in ids.items():
-                self.release(attachment, numbers)
-
-    def _arrived(self, channel: Channel, reply: m.Message) -> None:
-        """Note what a reply gives us to hold, before anybody acts on it."""
-        if isinstance(reply, m.Acquired):
-            with self._state:
-                self._check(channel)
-                for number in reply.ids:
-                    if number:
-                        self._pins[number] = self._pins.get(number, 0) + 1
-        elif isinstance(reply, m.Reserved):
-            with self._state:
-                self._check(channel)
-                self._reservations.update(filter(None, reply.ids))
-
-    def _check(self, channel: Channel) -> None:
-        if channel is not self._channel:
-            # The node has been told meanwhile, over another connection, that we don't hold this.
-            channel.fail("the connection was replaced")
-            raise errors.ProtocolError("the connection was replaced")
-
-    def _give_back(self, channel: Channel, reply: m.Message) -> None:
-        """A reply whose caller has given up. Its ids are of the channel's session; in another they name others."""
-        if isinstance(reply, m.Acquired):
-            self.release(channel.attachment, [number for number in reply.ids if number])
-        elif isinstance(reply, m.Reserved):
-            self.abort(channel.attachment, [number for number in reply.ids if number])
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -405,7 +352,7 @@ class SocketLink:
     def _leave_if_idle(self, wait: bool = True) -> bool:
         """Once closed and nothing is held: say that no I/O of ours is outstanding, and go."""
         with self._state:
-            if not self._closing or self._pins or self._reservations:
+            if not self._closing or self._held:
                 return False
             channel, self._channel = self._channel, None
             if self._prefault is not None:
@@ -416,7 +363,7 @@ class SocketLink:
         # Not with the state locked: a thread that reads replies may need it to go on.
         if channel is not None:
             with contextlib.suppress(errors.MoonpoolError):
-                (bye,) = channel.begin(m.Bye(channel.number()))
+                bye = channel.begin(m.Bye(channel.number()))
                 if wait:
                     channel.finish(bye)
             channel.close()

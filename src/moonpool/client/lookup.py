@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import encode_key, encode_keys
-from moonpool.client.interface import Begun
+from moonpool.client.grants import Grant
 from moonpool.client.reading import Reading, Views
 from moonpool.errors import InvalidRequest, NodeUnavailable
 from moonpool.folder.layout import Mode
@@ -53,13 +52,16 @@ class Lookup(Reading, Base):
         asked = self._look(groups, hold, extents)
         if isinstance(asked, Match):
             return asked
-        return self._matched(asked, *self.link.exchange(asked))
+        self.link.flush()  # what ends a hold of this name goes first
+        reply, grant = self.link.exchange(asked)
+        return self._matched(asked, reply, grant)
 
     def begin_match(self, groups: Sequence[Group], hold: str, *, extents: bool = False) -> Match | PendingMatch:
         """`match` without waiting for the node: the answer where shared memory has it, else one that is to come."""
         asked = self._look(groups, hold, extents)
         if isinstance(asked, Match):
             return asked
+        self.link.flush()
         return PendingMatch(self, asked, self.link.begin(asked))
 
     def _look(self, groups: Sequence[Group], hold: str | None, extents: bool) -> Match | m.Match:
@@ -76,7 +78,7 @@ class Lookup(Reading, Base):
             return Match(length)
         if not 0 < len(hold) <= 256:
             raise InvalidRequest("a hold's name has 1 to 256 characters")
-        if not length and hold not in self.holds:
+        if not length and hold not in self.link.holds:
             return Match(0)
         asked = [
             m.GroupKeys(own[: length // group.step], RULES.index(group.rule), group.window, group.step)
@@ -84,21 +86,23 @@ class Lookup(Reading, Base):
         ]
         return m.Match(0, asked, hold, extents)
 
-    def _matched(self, asked: m.Match, reply: m.Message, attachment: Attachment) -> Match:
+    def _matched(self, asked: m.Match, reply: m.Message, grant: Grant) -> Match:
         assert isinstance(reply, m.Matched)
-        if not reply.length:
+        pending, where = grant.pending, None
+        if not reply.length or pending is None:
+            self.link.give_back(grant)
             return Match(0)
-        self.holds.add(asked.hold)
-        if not asked.extents:
-            return Match(reply.length, asked.hold)
-        if not reply.ids:  # a node of the version before doesn't tell where objects lie
+        if asked.extents and not reply.ids:  # a node of the version before doesn't tell where objects lie
             self.drop_hold(asked.hold)
             return Match(0)
-        where = Extents(
-            attachment.pool_id, reply.epoch, reply.ids, reply.offsets, reply.sizes, reply.words,
-            reply.checksums or [0] * len(reply.ids),  # a node of the version before doesn't tell
-        )  # fmt: skip
-        return Match(reply.length, asked.hold, where)
+        if asked.extents:
+            where = Extents(
+                grant.attachment.pool_id, reply.epoch, reply.ids, reply.offsets, reply.sizes, reply.words,
+                reply.checksums or [0] * len(reply.ids),  # a node of the version before doesn't tell
+            )  # fmt: skip
+        found = Match(reply.length, asked.hold, where)
+        pending.settle_hold()  # last of all: whoever doesn't get the answer has no hold either
+        return found
 
     def adopt(self, hold: str) -> Views:
         """Views of what a hold keeps, in the order of its groups' needed keys; the hold itself goes on.
@@ -106,13 +110,13 @@ class Lookup(Reading, Base):
         Empty where there is no such hold. Valid as any `Views`. Raises `NodeUnavailable`.
         """
         self.link.flush()
-        reply, attachment = self.link.exchange(m.Adopt(0, hold))
+        reply, grant = self.link.exchange(m.Adopt(0, hold))
         assert isinstance(reply, m.Acquired)
-        return self._as_views(reply, attachment)
+        return self._as_views(reply, grant)
 
     def drop_hold(self, hold: str) -> None:
         """End a hold without waiting for the node to say that it has. Raises nothing: with the node gone, so is it."""
-        self.holds.discard(hold)
+        self.link.holds.pop(hold, None)
         self.link.send(m.ReleaseHold(0, hold))
 
     def still_good(self, extents: Extents) -> bool:
@@ -131,19 +135,17 @@ class Lookup(Reading, Base):
 
     def release_hold(self, hold: str) -> bool:
         """End a hold, whoever made it. False where there is none of that name. Raises `NodeUnavailable`."""
-        self.holds.discard(hold)
+        self.link.holds.pop(hold, None)
         reply = self.link.call(m.ReleaseHold(0, hold))
         assert isinstance(reply, m.Count)
         return bool(reply.count)
 
-    holds: set[str]
-    """Names of holds that this client has made and not released."""
-
 
 class PendingMatch:
-    """A `match` that the node has been asked for. Let it end with `result`, or give it up with `cancel`."""
+    """A `match` that the node has been asked for. Let it end with `result`, or give it up with `cancel`, as one is that
+    nobody refers to any more."""
 
-    def __init__(self, client: Lookup, asked: m.Match, begun: Begun) -> None:
+    def __init__(self, client: Lookup, asked: m.Match, begun: Grant) -> None:
         self._client, self._asked, self._begun = client, asked, begun
 
     def wait(self, timeout_s: float) -> bool:
@@ -152,9 +154,10 @@ class PendingMatch:
 
     def result(self) -> Match:
         """The answer. Raises as `match` does, `NodeUnavailable` also where the connection broke meanwhile."""
-        return self._client._matched(self._asked, *self._client.link.finish(self._begun))
+        reply, grant = self._client.link.finish(self._begun)
+        return self._client._matched(self._asked, reply, grant)
 
     def cancel(self) -> None:
         """Nobody asks any more: the hold ends as soon as it is there."""
-        self._client.link.abandon(self._begun)
+        self._client.link.give_back(self._begun)
         self._client.drop_hold(self._asked.hold)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_target, encode_key, encode_keys
 from moonpool.client.copying import SMALL_BYTES, copy_out
+from moonpool.client.grants import Array, Exported, Grant
 from moonpool.errors import IntegrityError, InvalidRequest
 from moonpool.folder.layout import KEY_BYTES_MAX
 from moonpool.node.checksums import checksum
@@ -24,7 +23,6 @@ from moonpool.wire import messages as m
 
 log = logging.getLogger("moonpool.client")
 
-Array = npt.NDArray[np.uint8]
 _OK = int(Status.OK)
 Prepared = memoryview | str
 
@@ -93,20 +91,19 @@ class Reading(Base):
         in time. Raises `NodeUnavailable`.
         """
         self.link.flush()
-        reply, attachment = self._acquire(encode_keys([key]), verify)
+        reply, grant = self._acquire(encode_keys([key]), verify)
+        attachment = grant.attachment
         statuses = Statuses(map(Status, reply.statuses), sizes=reply.sizes)
-        held = [number for number in reply.ids if number]
         try:
             found = b""
-            if held:
+            if reply.ids[0]:
                 found = copy_out(attachment.pool.array(reply.offsets[0], reply.sizes[0]))
                 if verify:
                     self._check_bytes(encode_key(key), memoryview(found), reply.checksums[0], 0, statuses)
                 if not self._still_good(reply, attachment):
                     self._recheck(reply, attachment, 0, statuses)
         finally:
-            if held:
-                self.link.release(attachment, held)
+            self.link.give_back(grant)
         self._raise_corrupt(statuses, key)
         return found if statuses[0] is Status.OK else None
 
@@ -161,8 +158,8 @@ class Reading(Base):
         statuses = Statuses()
         wanted = encode_keys(keys)
         for start in range(0, len(wanted), GET_KEYS_MAX):
-            reply, attachment = self._acquire(wanted[start : start + GET_KEYS_MAX], verify)
-            self._wrap(reply, attachment, arrays, statuses)
+            reply, grant = self._acquire(wanted[start : start + GET_KEYS_MAX], verify)
+            self._wrap(reply, grant, arrays, statuses)
             expected += reply.checksums
         if verify:
             self._verify_views(wanted, expected, arrays, statuses)
@@ -170,35 +167,33 @@ class Reading(Base):
 
     # ---- within --------------------------------------------------------------------------------------------------
 
-    def _as_views(self, reply: m.Acquired, attachment: Attachment) -> Views:
+    def _as_views(self, reply: m.Acquired, grant: Grant) -> Views:
         arrays: list[Array | None] = []
         statuses = Statuses()
-        self._wrap(reply, attachment, arrays, statuses)
+        self._wrap(reply, grant, arrays, statuses)
         return Views(arrays, statuses, _Settle(self))
 
     def _acquire(
         self, keys: list[bytes], verify: bool, meanwhile: Callable[[], None] | None = None
-    ) -> tuple[m.Acquired, Attachment]:
-        reply, attachment = self.link.exchange(m.Acquire(0, keys, verify), meanwhile)
+    ) -> tuple[m.Acquired, Grant]:
+        reply, grant = self.link.exchange(m.Acquire(0, keys, verify), meanwhile)
         assert isinstance(reply, m.Acquired)
         if ARMED:
             reach("client-acquired")
-        return reply, attachment
+        return reply, grant
 
-    def _wrap(self, reply: m.Acquired, attachment: Attachment, arrays: list[Array | None], statuses: Statuses) -> None:
+    def _wrap(self, reply: m.Acquired, grant: Grant, arrays: list[Array | None], statuses: Statuses) -> None:
         """Arrays that keep their objects pinned: the pin is given back when the array, which all that is derived
         from it refers to, is gone."""
-        source, drop, alive = attachment.readonly_view, self.link.drop, _alive
-        for status, number, offset, size in zip(reply.statuses, reply.ids, reply.offsets, reply.sizes, strict=True):
+        source, keep, ended = grant.attachment.readonly_view, Exported.keep, self.link.ended
+        for place, (status, offset, size) in enumerate(zip(reply.statuses, reply.offsets, reply.sizes, strict=True)):
             statuses.append(Status(status))
             if status != _OK:
                 arrays.append(None)
                 continue
             array = np.frombuffer(source, np.uint8, size, offset)
             arrays.append(array)
-            exported = _Exported(array, _gone)
-            exported.attachment, exported.number, exported.drop = attachment, number, drop
-            alive[id(exported)] = exported
+            keep(array, grant, place, ended)
         statuses.sizes += reply.sizes
 
     def _verify_views(
@@ -215,9 +210,9 @@ class Reading(Base):
         begun = perf_counter()
         prepared: list[Prepared] = []
         # The targets are looked at while the node is at work.
-        reply, attachment = self._acquire(keys, verify, lambda: prepared.extend(map(_prepare, targets)))
+        reply, grant = self._acquire(keys, verify, lambda: prepared.extend(map(_prepare, targets)))
         queried = perf_counter()
-        held = [number for number in reply.ids if number]
+        attachment = grant.attachment
         copied = 0
         try:
             copied = self._copy_out(reply, attachment, prepared, start, result)
@@ -226,16 +221,16 @@ class Reading(Base):
             moved = perf_counter() - queried
             if ARMED:
                 reach("client-copied")
-            if held and not self._still_good(reply, attachment):
+            if grant.pending is not None and not self._still_good(reply, attachment):
                 self._recheck(reply, attachment, start, result)
         finally:
             # Whatever happened, no copy of ours is running any more (see `Copier.copy`).
-            if held:
-                self.link.release(attachment, held, perf_counter() - queried)
+            self.link.give_back(grant, transfer_s=perf_counter() - queried)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "get: %d keys, %d hits, %d bytes; query %.0f us, transfer %.0f us, %.2f GB/s",
-                len(keys), len(held), copied, (queried - begun) * 1e6, moved * 1e6, copied / max(moved, 1e-9) / 1e9,
+                len(keys), len(keys) - reply.ids.count(0), copied, (queried - begun) * 1e6, moved * 1e6,
+                copied / max(moved, 1e-9) / 1e9,
             )  # fmt: skip
 
     def _copy_out(
@@ -279,7 +274,7 @@ class Reading(Base):
         places = [i for i, number in enumerate(reply.ids) if number]
         answer, now = self.link.exchange(m.Check(0, [reply.ids[i] for i in places]))
         assert isinstance(answer, m.StatusReply)
-        same = now.token == attachment.token
+        same = now.attachment.token == attachment.token
         for i, status in zip(places, answer.statuses, strict=True):
             if (status != _OK or not same) and result[start + i] is Status.OK:
                 result[start + i] = Status.MISS
@@ -325,22 +320,3 @@ def _prepare(target: Buffer) -> Prepared:
         return as_target(target)
     except InvalidRequest as error:
         return str(error)
-
-
-class _Exported(weakref.ref[Array]):
-    """A weak reference to an array that was handed out, which queues its pin's release when it is gone."""
-
-    __slots__ = ("attachment", "drop", "number")
-    attachment: Attachment
-    drop: Callable[[Attachment, int], None]
-    number: int
-
-
-_alive: dict[int, _Exported] = {}
-"""Keeps the weak references themselves alive until their arrays are gone. By id: they hash as their arrays would."""
-
-
-def _gone(reference: weakref.ref[Array]) -> None:
-    assert isinstance(reference, _Exported)
-    del _alive[id(reference)]
-    reference.drop(reference.attachment, reference.number)

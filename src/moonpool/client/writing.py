@@ -10,12 +10,12 @@ from time import perf_counter
 from typing import Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.client.attachment import Attachment
 from moonpool.client.base import Base
 from moonpool.client.buffers import Buffer, as_bytes, encode_keys
-from moonpool.client.interface import Begun
+from moonpool.client.grants import Array, Exported, Grant
+from moonpool.client.interface import Link
 from moonpool.errors import InvalidRequest, NodeUnavailable
 from moonpool.folder.layout import INLINE_VALUE_BYTES_MAX
 from moonpool.probes import ARMED, reach
@@ -24,7 +24,6 @@ from moonpool.wire import messages as m
 
 log = logging.getLogger("moonpool.client")
 
-Array = npt.NDArray[np.uint8]
 PinLevel = Literal["hard", "soft"] | None
 _OK = int(Status.OK)
 _REFUSED = (Status.EMPTY, Status.KEY_TOO_LONG, Status.INVALID, Status.TOO_LARGE)
@@ -39,14 +38,14 @@ LEAD_KEYS_MIN = 8
 class Reservation:
     """One extent that is the caller's to fill. `buffer` is None where `status` is not OK, and after commit or abort."""
 
-    __slots__ = ("_owner", "buffer", "detail", "key", "number", "offset", "status")
+    __slots__ = ("_grant", "_link", "_place", "buffer", "detail", "key", "number", "offset", "status")
 
     def __init__(
-        self, owner: Reservations, key: bytes, status: Status, number: int, buffer: Array | None, detail: str
+        self, link: Link, grant: Grant, place: int, key: bytes, status: Status, number: int, detail: str
     ) -> None:
-        self._owner = owner
+        self._link, self._grant, self._place = link, grant, place
         self.key, self.status, self.number = key, status, number
-        self.buffer = buffer
+        self.buffer: Array | None = None
         """A writable uint8 array over the pool: the caller's own until the context ends."""
         self.offset = 0
         """Where in the pool that is, in bytes: for I/O that isn't this process's own, such as DMA."""
@@ -56,7 +55,7 @@ class Reservation:
     def abort(self) -> None:
         """Give this one back unfilled; the caller's I/O on it has stopped."""
         if self.number:
-            self._owner.abort_ids([self.number])
+            self._link.give_back(self._grant, [self._place])
             self.number, self.buffer, self.status = 0, None, Status.STALE
 
 
@@ -64,27 +63,26 @@ class Reservations(Sequence[Reservation]):
     """Extents to be filled in place, one a key; a context manager.
 
     On leaving the context all that were not aborted are committed, and `statuses` says what became of each; on an
-    exception all are aborted. Nothing is visible before. No I/O into a buffer may be under way any more by then.
+    exception all are aborted. Nothing is visible before. No I/O into a buffer may be under way any more by then. What
+    is left without either is aborted when nobody refers to this any more, nor to any of its buffers or to what was made
+    from one without a copy.
     """
 
-    def __init__(self, writing: Writing, keys: list[bytes], reply: m.Reserved, attachment: Attachment) -> None:
-        self._writing, self._attachment = writing, attachment
-        pool = attachment.pool
+    def __init__(
+        self, writing: Writing, keys: list[bytes], sizes: Sequence[int], reply: m.Reserved, grant: Grant
+    ) -> None:
+        self._link, self._commits, self._grant = writing.link, writing.commits, grant
+        pool, ended = grant.attachment.pool, self._link.ended
         self.statuses = Statuses(map(Status, reply.statuses), dict(reply.details))
         self._items = [
-            Reservation(self, key, Status(status), number, None, reply.details.get(i, ""))
+            Reservation(self._link, grant, i, key, Status(status), number, reply.details.get(i, ""))
             for i, (key, status, number) in enumerate(zip(keys, reply.statuses, reply.ids, strict=True))
         ]
-        self._offsets = reply.offsets
-        self._pool = pool
-        self._started = perf_counter()
-
-    def attach(self, sizes: Sequence[int]) -> Reservations:
-        """Put the arrays over the extents; called once by `reserve_many`."""
-        for item, offset, size in zip(self._items, self._offsets, sizes, strict=True):
+        for item, offset, size in zip(self._items, reply.offsets, sizes, strict=True):
             if item.number:
-                item.buffer, item.offset = self._pool.array(offset, size), offset
-        return self
+                item.buffer, item.offset = pool.array(offset, size), offset
+                Exported.keep(item.buffer, grant, -1, ended)
+        self._started = perf_counter()
 
     @overload
     def __getitem__(self, index: int) -> Reservation: ...
@@ -114,8 +112,8 @@ class Reservations(Sequence[Reservation]):
         if open_:
             given = _checksums(checksums or None, len(self._items))
             sums = [given[i] for i, _ in open_] if given else []
-            found = self._writing.commits.now(
-                self._attachment, [item.number for _, item in open_], sums, perf_counter() - self._started
+            found = self._commits.now(
+                [self._grant], [item.number for _, item in open_], sums, perf_counter() - self._started
             )
             for (i, item), status in zip(open_, found, strict=True):
                 item.number, item.buffer = 0, None
@@ -124,11 +122,10 @@ class Reservations(Sequence[Reservation]):
 
     def abort(self) -> None:
         """Give all back unfilled. A second call does nothing."""
+        self._link.give_back(self._grant)
         for item in self._items:
-            item.abort()
-
-    def abort_ids(self, ids: list[int]) -> None:
-        self._writing.link.abort(self._attachment, ids)
+            if item.number:
+                item.number, item.buffer, item.status = 0, None, Status.STALE
 
 
 @dataclass(slots=True)
@@ -273,11 +270,11 @@ class Writing(Base):
         options = _options(ttl_s, pin, pin_ttl_s, priority, wait_s, wait_for_others)
         request = m.Reserve(0, wanted, [int(size) for size in sizes], options, _metadatas(metadata, len(wanted)))
         self.link.flush()
-        reply, attachment = self.link.exchange(request)
+        reply, grant = self.link.exchange(request)
         assert isinstance(reply, m.Reserved)
         if ARMED:
             reach("client-reserved")
-        return Reservations(self, wanted, reply, attachment).attach(request.sizes)
+        return Reservations(self, wanted, request.sizes, reply, grant)
 
     # ---- within --------------------------------------------------------------------------------------------------
 
@@ -322,36 +319,35 @@ class Writing(Base):
             for batch in batches
         ]
         ahead = deque(self._begin_quietly(requests[:2]))
-        held: list[int] = []  # what is reserved and not committed yet
+        held: list[Grant] = []  # what is reserved and not committed yet
+        ids_held: list[int] = []
         sums_held: list[int] = []
-        attachment: Attachment | None = None
         try:
             for at, batch in enumerate(batches):
                 asked = perf_counter()
-                reply, now = self._finish_reserve(ahead.popleft() if ahead else None, requests[at])
-                if held and attachment is not None and attachment is not now:
-                    self.commits.later(attachment, held, sums_held, 0.0)
-                    held, sums_held = [], []
-                held, attachment = held + [number for number in reply.ids if number], now
+                reply, grant = self._finish_reserve(ahead.popleft() if ahead else None, requests[at])
+                if held and held[0].attachment is not grant.attachment:
+                    self.commits.later(held, ids_held, sums_held, 0.0)
+                    held, ids_held, sums_held = [], [], []
+                held.append(grant)
+                ids_held += filter(None, reply.ids)
                 if 0 < at < len(batches) - 1:
                     ahead.extend(self._begin_quietly(requests[at + 1 : at + 2]))
                 reserved = perf_counter()
                 _note(result, batch.places, reply.statuses, reply.details)
-                self._fill(batch, reply, attachment)
+                self._fill(batch, reply, grant.attachment)
                 copied = perf_counter()
                 if sums:
                     sums_held += [sums[i] for i, number in zip(batch.places, reply.ids, strict=True) if number]
                 # The few of the first batch are committed with the second.
-                if held and (at or len(batches) == 1):
-                    self.commits.later(attachment, held, sums_held, copied - reserved)
-                    held, sums_held = [], []
+                if ids_held and (at or len(batches) == 1):
+                    self.commits.later(held, ids_held, sums_held, copied - reserved)
+                    held, ids_held, sums_held = [], [], []
                 if log.isEnabledFor(logging.DEBUG):
                     _log_put("put", batch, reserved - asked, copied - reserved, perf_counter() - copied)
         finally:
-            for begun in ahead:
-                self.link.abandon(begun)
-            if held and attachment is not None:  # interrupted: no copy of ours is running any more
-                self.link.abort(attachment, held)
+            for grant in (*ahead, *held):  # what is left of them: no copy of ours is running any more
+                self.link.give_back(grant)
 
     def _fill(self, batch: _Batch, reply: m.Reserved, attachment: Attachment) -> None:
         """Copy a batch's values into their extents."""
@@ -368,20 +364,20 @@ class Writing(Base):
         if ARMED:
             reach("client-filled")
 
-    def _begin_quietly(self, requests: Sequence[m.Message]) -> list[Begun]:
+    def _begin_quietly(self, requests: Sequence[m.Message]) -> list[Grant]:
         """Send ahead; where that fails, a request is sent again when its reply is wanted."""
         try:
             return self.link.begin_many(requests)
         except NodeUnavailable:
             return []
 
-    def _finish_reserve(self, begun: Begun | None, request: m.Message) -> tuple[m.Reserved, Attachment]:
+    def _finish_reserve(self, begun: Grant | None, request: m.Message) -> tuple[m.Reserved, Grant]:
         try:
-            reply, attachment = self.link.finish(begun) if begun is not None else self.link.exchange(request)
+            reply, grant = self.link.finish(begun) if begun is not None else self.link.exchange(request)
         except NodeUnavailable:
-            reply, attachment = self.link.exchange(request)
+            reply, grant = self.link.exchange(request)
         assert isinstance(reply, m.Reserved)
-        return reply, attachment
+        return reply, grant
 
 
 def _append(

@@ -43,6 +43,14 @@ def decode_reply(body: memoryview | bytes) -> Reply:
         raise ProtocolError(f"not a reply of this protocol: {error}") from error
 
 
+def frame_length(source: bytearray | memoryview, start: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> int:
+    """Length of the body of the frame that begins there. Raises `ProtocolError` where it is too long."""
+    length: int = _LENGTH.unpack_from(source, start)[0]
+    if length > frame_bytes_max:
+        raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {frame_bytes_max}")
+    return length
+
+
 class FrameReader:
     """Cuts a byte stream into frames. Feed it what arrives; it yields whole bodies.
 
@@ -65,7 +73,7 @@ class FrameReader:
             self._pending += data
             if len(self._pending) < 4:
                 return
-            if len(self._pending) < 4 + self._length(self._pending, 0):
+            if len(self._pending) < 4 + frame_length(self._pending, 0, self._max):
                 return
             source = memoryview(self._pending).toreadonly()
             self._pending = bytearray()
@@ -73,16 +81,10 @@ class FrameReader:
             source = memoryview(data)
         start, end = 0, len(source)
         while end - start >= 4:
-            length = self._length(source, start)
+            length = frame_length(source, start, self._max)
             if end - start < 4 + length:
                 break
             yield source[start + 4 : start + 4 + length]
             start += 4 + length
         if start < end:
             self._pending += source[start:]
-
-    def _length(self, source: bytearray | memoryview, start: int) -> int:
-        length: int = _LENGTH.unpack_from(source, start)[0]
-        if length > self._max:
-            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self._max}")
-        return length
