@@ -108,3 +108,25 @@ def test_a_reply_that_comes_before_its_caller_waits_is_not_waited_for(monkeypatc
         assert reader.is_alive(), "the other still waits for its own"
         theirs.sendall(encode(m.Stats(1, [None])))
         reader.join()
+
+
+@pytest.mark.parametrize("how", ["gone", "left"])
+def test_a_readers_part_that_nobody_handed_on_is_taken_up(how: str) -> None:
+    """The reader was interrupted in the moment of leaving: nobody is told that its part is free."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours, 5.0)
+        reading, waiting = channel.begin(m.Stat(1, [b"k"])), channel.begin(m.Stat(2, [b"k"]))
+        assert channel._lead(reading.pending)
+        found: list[m.Message] = []
+        follower = threading.Thread(target=lambda: found.append(channel.finish(waiting)))
+        follower.start()
+        while waiting.pending.gate is None:
+            pass
+        if how == "left":
+            channel._reader = None
+        else:
+            del reading
+        theirs.sendall(encode(m.Stats(2, [None])))
+        follower.join()
+        assert found == [m.Stats(2, [None])]
