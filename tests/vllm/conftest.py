@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,29 @@ if importlib.util.find_spec("vllm"):
     )
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides what a test asks for
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(config: pytest.Config) -> None:
+        """Leave at once: vLLM takes a second an engine to take itself apart, and there are a hundred."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
+
+
+_status = 0
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    global _status
+    _status = int(exitstatus)
+
+
 pytest.register_assert_rewrite("tests.vllm.engines")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other things makes no miss of a hit."""
+    monkeypatch.setattr("moonpool.engines.vllm.lookups.LOOKUP_PATIENCE_S", 10.0)
 
 
 @pytest.fixture(scope="session")

@@ -165,9 +165,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """For versions that are told of failed loads by block."""
         return self._told(self._worker.finished()) if self._worker is not None else (None, None)
 
-    @guarded(
-        lambda self, *_: _results(self._replaced().finished()), lambda: _results(Ended(set(), set(), set()))
-    )
+    @guarded(lambda self, *_: _results(self._replaced().finished()), lambda: _results(Ended(set(), set(), set())))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """For versions that are told of failed loads by request: those that have this method."""
         assert self._worker is not None
