@@ -18,9 +18,11 @@ SEEDS = [(1, 300), (2, 500)]
 
 
 def main(folder: str, url: str, objects: str, options: str) -> None:
+    from moonpool.engines.vllm import lookups
     from moonpool.testing.node import eventually
     from tests.vllm.engines import Engine, prompt_of
 
+    lookups.LOOKUP_PATIENCE_S = 10.0
     engine = Engine(Path(folder), url, **json.loads(options))
     prompts = [prompt_of(seed, length) for seed, length in SEEDS]
     runs: list[Any] = []

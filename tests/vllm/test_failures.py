@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import moonpool
+from moonpool.engines.vllm import lookups
 from moonpool.matching import Group
 from moonpool.testing.node import RunningNode, eventually, running_node
 from tests.vllm.engines import (
@@ -115,9 +117,10 @@ def test_a_node_that_is_gone_for_good_costs_no_token(plain: Engine, engine: Any,
     assert not pooled.scheduler._ending
 
 
-def test_a_node_that_has_stopped_answering_costs_a_bounded_time(plain: Engine, engine: Any, node: RunningNode) -> None:
-    import signal
-
+def test_a_node_that_has_stopped_answering_costs_a_bounded_time(
+    plain: Engine, engine: Any, node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LOOKUP_PATIENCE_S", 0.1)
     prompts = [*PROMPTS, prompt_of(3, 200)]
     right = plain.generate(prompts)
     pooled: Engine = engine(url=node.url)
