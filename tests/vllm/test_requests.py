@@ -184,7 +184,7 @@ def test_preempted_requests_are_answered_right_and_stored_right(
         preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(pooled.core.scheduler, "_preempt_request", counted)
-    on_copies(pooled, slowly(0.003))
+    on_copies(pooled, slowly(0.03))
     assert_same(pooled.generate(prompts, tokens=100), right)
     assert preempted
     settled(client)
