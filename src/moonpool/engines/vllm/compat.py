@@ -215,13 +215,16 @@ def is_alone(connector: object) -> bool:
 def attention_backend(vllm_config: Any, layer: str) -> str:
     """What a layer's kernels are, as far as the bytes of a block depend on it. In a worker, once the model is loaded.
 
-    Raises `Unsupported` where that can't be told.
+    Raises `Unsupported` where that can't be told, or where the kernels keep their values elsewhere than their tensors
+    say: those for CPUs take any type of KV cache that they are told, and write past the ends of blocks.
     """
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     if module is None:
         raise Unsupported(f"layer {layer} has KV cache but no attention layer of that name")
     backend = module.get_attn_backend()
-    name = str(backend.get_name())
+    name, dtype = str(backend.get_name()), str(vllm_config.cache_config.cache_dtype)
+    if not backend.supports_kv_cache_dtype(dtype):
+        raise Unsupported(f"attention backend {name} doesn't support KV cache of type {dtype!r}")
     return f"{name} {_cpu_packing(vllm_config, module)}" if name == "CPU_ATTN" else name
 
 
