@@ -274,7 +274,8 @@ class ChecksumProcess:
         jobs = self.server.node.checksums.jobs(JOBS_INFLIGHT_MAX - self._inflight)
         if jobs:
             # 32 jobs of 33 bytes always fit into the socket's buffer: no more than that are ever on their way.
-            self._socket.send(b"".join(JOB.pack(*job) for job in jobs))
+            with contextlib.suppress(ConnectionError):  # it has died: `_results` hears of that, and starts another
+                self._socket.send(b"".join(JOB.pack(*job) for job in jobs))
             self._inflight += len(jobs)
 
     def _results(self) -> None:
@@ -283,6 +284,8 @@ class ChecksumProcess:
             data = self._socket.recv(1 << 16)
         except BlockingIOError:
             return
+        except ConnectionError:  # it died with jobs unread
+            data = b""
         if not data:
             log.warning("the checksum process ended; starting it again")
             self.stop()
