@@ -130,7 +130,9 @@ class Engine:
     def await_copies(self) -> None:
         """Wait until all stores that have begun are copied, or given up: `settled` then knows the rest."""
         if isinstance(worker := getattr(self.agent, "_worker", None), Worker):
-            eventually(lambda: all(storing.read() for storing in worker._stores._unread), "stores are copied")
+            eventually(
+                lambda: all(storing.read() for storing in worker._stores._unread), "stores are copied", within_s=60
+            )
 
     def add(self, prompt: Prompt, *, tokens: int = 8) -> str:
         """Hand in a request, for `step` to serve."""

@@ -49,7 +49,7 @@ def test_an_engine_starts_without_a_node_and_attaches_when_there_is_one(plain: E
         assert_same(found := pooled.generate(PROMPTS), right)
         assert cached(found) == [0, 0]
         node.start()
-        eventually(lambda: usable(pooled), "the engine has found the node")
+        eventually(lambda: usable(pooled), "the engine has found the node", within_s=60)
         with node.connect() as client:
             assert_same(pooled.generate(PROMPTS), right)
             settled(client)
@@ -76,7 +76,7 @@ def test_a_node_killed_in_mid_load_or_mid_store_costs_no_token(plain: Engine, en
                 killer.at, killer.load = n % 7, what == "load"
                 on_copies(pooled, killer)
                 assert_same(pooled.generate([prompt]), right[n : n + 1])
-                eventually(lambda: usable(pooled), "the engine has found the node again")
+                eventually(lambda: usable(pooled), "the engine has found the node again", within_s=60)
         assert killed.count(False) == KILLS, "in mid-store"
         assert killed.count(True) >= KILLS // 2, "in mid-load: as often as there was something to load"
         with node.connect() as client:
