@@ -77,6 +77,15 @@ def model(models: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
+def client(client: moonpool.Client) -> moonpool.Client:
+    """A client of the module's node, which is empty, and has all of its pool."""
+    from tests.vllm.engines import grown
+
+    grown(client)
+    return client
+
+
+@pytest.fixture
 def engine(model: Path, shared_node: RunningNode, client: moonpool.Client) -> Iterator[Callable[..., Any]]:
     """A maker of engines, which end with the test. They use the module's node, which is empty, unless told `url`."""
     from tests.vllm.engines import Engine

@@ -224,6 +224,11 @@ def cached(answers: Sequence[Answer]) -> list[int]:
     return [answer.cached for answer in answers]
 
 
+def grown(client: moonpool.Client) -> None:
+    """Wait until a node that has just started has all of its pool: until then it may have no room for a store."""
+    eventually(lambda: (stats := client.stats()).reserved_bytes == stats.pool_bytes, "the pool is reserved")
+
+
 def settled(client: moonpool.Client) -> moonpool.NodeStats:
     """Wait until all stores have ended; nothing is held any more then."""
     stats = eventually(

@@ -23,6 +23,7 @@ from tests.vllm.engines import (
     assert_same,
     cached,
     differences,
+    grown,
     on_copies,
     prompt_of,
     settled,
@@ -51,6 +52,7 @@ def test_an_engine_starts_without_a_node_and_attaches_when_there_is_one(plain: E
         node.start()
         eventually(lambda: usable(pooled), "the engine has found the node", within_s=60)
         with node.connect() as client:
+            grown(client)
             assert_same(pooled.generate(PROMPTS), right)
             settled(client)
             assert_same(found := pooled.generate(PROMPTS), right)
@@ -81,6 +83,7 @@ def test_a_node_killed_in_mid_load_or_mid_store_costs_no_token(plain: Engine, en
         assert killed.count(True) >= KILLS // 2, "in mid-load: as often as there was something to load"
         with node.connect() as client:
             settled(client)
+            grown(client)
             again = pooled.generate(prompts)
             assert_same(again, right)
             settled(client)
@@ -106,8 +109,9 @@ class Killer:
 def test_a_node_that_is_gone_for_good_costs_no_token(plain: Engine, engine: Any, node: RunningNode) -> None:
     right = plain.generate(PROMPTS)
     pooled: Engine = engine(url=node.url)
-    pooled.generate(PROMPTS)
     with node.connect() as client:
+        grown(client)
+        pooled.generate(PROMPTS)
         settled(client)
     on_copies(pooled, lambda count, load: node.kill() if count == 2 and load else None)
     assert_same(pooled.generate(PROMPTS), right)
@@ -124,8 +128,9 @@ def test_a_node_that_has_stopped_answering_costs_a_bounded_time(
     prompts = [*PROMPTS, prompt_of(3, 200)]
     right = plain.generate(prompts)
     pooled: Engine = engine(url=node.url)
-    pooled.generate(PROMPTS)
     with node.connect() as client:
+        grown(client)
+        pooled.generate(PROMPTS)
         settled(client)
     node.signal(signal.SIGSTOP)
     names = [pooled.add(prompt) for prompt in prompts]
@@ -148,6 +153,7 @@ def test_a_full_pool_stores_no_more(plain: Engine, engine: Any) -> None:
     prompts = [prompt_of(seed, 1000) for seed in range(4)]
     right = plain.generate(prompts)
     with running_node("4MiB") as node, node.connect() as client:
+        grown(client)
         pooled: Engine = engine(url=node.url)
         pooled.generate(prompts[:3])
         settled(client)
@@ -166,6 +172,7 @@ def test_a_pool_that_evicts_all_the_time_answers_right(plain: Engine, engine: An
     prompts = [prompt_of(seed, 1000) for seed in range(6)]
     right = plain.generate(prompts)
     with running_node("4MiB") as node, node.connect() as client:
+        grown(client)
         pooled: Engine = engine(url=node.url)
         for _ in range(3):
             assert_same(pooled.generate(prompts), right)
@@ -274,6 +281,7 @@ def test_verified_loads_are_those_that_were_stored(plain: Engine, engine: Any, s
     right = plain.generate(PROMPTS)
     first: Engine = engine(url=still.url, extra={"verify": True})
     with still.connect() as client:
+        grown(client)
         first.generate(PROMPTS)
         settled(client)
         second: Engine = engine(url=still.url, extra={"verify": True})
@@ -290,6 +298,7 @@ def test_a_corrupted_object_is_computed_and_the_pool_left_alone(
     pooled: Engine = engine(url=still.url, extra={"verify": True})
     careless: Engine = engine(url=still.url)
     with still.connect() as client:
+        grown(client)
         pooled.generate(PROMPTS)
         settled(client)
         corrupt(still, client, PROMPTS[0], 2)

@@ -150,6 +150,7 @@ def client(shared_node: RunningNode) -> Iterator[moonpool.Client]:
     """A client of the module's node, which is empty."""
     with shared_node.connect() as client:
         client.clear()
+        eventually(lambda: (s := client.stats()).reserved_bytes == s.pool_bytes, "the pool is reserved")
         yield client
 
 

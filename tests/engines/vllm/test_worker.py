@@ -125,6 +125,7 @@ class Rank:
 def client(shared_node: RunningNode) -> Iterator[moonpool.Client]:
     with shared_node.connect() as client:
         client.clear()
+        eventually(lambda: (s := client.stats()).reserved_bytes == s.pool_bytes, "the pool is reserved")
         yield client
         assert client.stats().reservations == 0
 
@@ -415,12 +416,15 @@ def test_a_mover_is_made_when_a_node_appears(rank: Any, node: RunningNode) -> No
     node.start()
     eventually(made.pool.usable)
     with node.connect() as other:
+        eventually(lambda: (s := other.stats()).reserved_bytes == s.pool_bytes, "the pool is reserved")
         made.save({0: (3, 4)})
         eventually(lambda: there(other, made, 0))
     assert len(made.movers) == 1
 
 
 def test_another_pool_gets_another_mover_once_nothing_of_the_first_is_under_way(rank: Any, node: RunningNode) -> None:
+    with node.connect() as other:
+        eventually(lambda: (s := other.stats()).reserved_bytes == s.pool_bytes, "the pool is reserved")
     made: Rank = rank(url=node.url)
     made.mover.gate.clear()
     made.save({0: (1, 2)})
@@ -429,6 +433,8 @@ def test_another_pool_gets_another_mover_once_nothing_of_the_first_is_under_way(
     (node.folder / "records").unlink()  # a fresh pool
     node.start()
     eventually(lambda: made.pool.usable() and made.pool.client.link.attachment.pool_id != first)
+    with node.connect() as other:
+        eventually(lambda: (s := other.stats()).reserved_bytes == s.pool_bytes, "the pool is reserved")
     refused = made.save({1: (3, 4)})
     assert refused in made.reported.read
     assert len(made.movers) == 1
