@@ -64,7 +64,6 @@ class Runtime:
 
     def __init__(self, library: str | None = None) -> None:
         path = library or find_library()
-        self.library = path
         self._quick, self._long = ctypes.PyDLL(path), ctypes.CDLL(path)
         quick, long = self._quick, self._long
         self._record = _declare(quick, "cudaEventRecord", c_void_p, c_void_p)

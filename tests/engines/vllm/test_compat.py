@@ -188,7 +188,7 @@ def test_layers_that_a_prefix_does_not_decide_are_refused() -> None:
 
 
 def test_objects_are_whole_blocks_of_every_group() -> None:
-    groups = (KvGroup(0, Kind.FULL, 32, 0, False, ()), KvGroup(1, Kind.STATE, 48, 0, False, ()))
+    groups = (KvGroup(0, Kind.FULL, 32, 0, ()), KvGroup(1, Kind.STATE, 48, 0, ()))
     assert compat.object_tokens(groups, 16, 256) == 288
     assert compat.object_tokens(groups[:1], 32, 256) == 256
     assert [group.blocks_per_object(288) for group in groups] == [9, 1]

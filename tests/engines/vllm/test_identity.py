@@ -422,7 +422,7 @@ def test_neither_groups_nor_backends_share_keys() -> None:
 
 
 def groups_of(count: int) -> tuple[KvGroup, ...]:
-    return tuple(KvGroup(i, Kind.FULL, 16, 0, False, ()) for i in range(count))
+    return tuple(KvGroup(i, Kind.FULL, 16, 0, ()) for i in range(count))
 
 
 def test_workers_have_to_agree() -> None:

@@ -28,7 +28,7 @@ def group_of(
     text: str = "full",
 ) -> KvGroup:
     layers = tuple(Layer(name, block_bytes, heads, heads is None, text) for name in caches)
-    return KvGroup(0, kind, TOKENS, 0, False, layers)
+    return KvGroup(0, kind, TOKENS, 0, layers)
 
 
 def found(caches: Caches, block_bytes: int, *, tokens: int = 2 * TOKENS, backend: str = "A", **how: Any) -> Geometry:
@@ -240,7 +240,7 @@ def test_a_state_is_one_block_of_all_its_tensors() -> None:
 def test_layers_of_several_sizes_in_one_block_are_one_run() -> None:
     raw = torch.zeros(BLOCKS, 4096 + 8192, dtype=torch.uint8)
     caches = {"a": raw[:, :4096].unflatten(1, (16, 256)), "b": raw[:, 4096:].unflatten(1, (16, 512))}
-    group = KvGroup(0, Kind.FULL, 16, 0, False, (Layer("a", 4096, 1, False, ""), Layer("b", 8192, 1, False, "")))
+    group = KvGroup(0, Kind.FULL, 16, 0, (Layer("a", 4096, 1, False, ""), Layer("b", 8192, 1, False, "")))
     plane = geometry([group], caches, BLOCKS, 16, lambda layer: "").regions[0].planes
     assert [(p.stride_bytes, p.piece_bytes) for p in plane] == [(12288, 12288)]
 
@@ -270,8 +270,8 @@ def test_every_group_has_its_own_region() -> None:
     caches = CACHES["LBHNC"]()
     names = list(caches)
     groups = [
-        KvGroup(0, Kind.FULL, TOKENS, 0, False, (Layer(names[0], BLOCK_BYTES, HEADS, False, ""),)),
-        KvGroup(1, Kind.WINDOW, TOKENS, 64, False, tuple(Layer(n, BLOCK_BYTES, HEADS, False, "") for n in names[1:])),
+        KvGroup(0, Kind.FULL, TOKENS, 0, (Layer(names[0], BLOCK_BYTES, HEADS, False, ""),)),
+        KvGroup(1, Kind.WINDOW, TOKENS, 64, tuple(Layer(n, BLOCK_BYTES, HEADS, False, "") for n in names[1:])),
     ]
     regions = geometry(groups, caches, BLOCKS, TOKENS, lambda layer: "").regions
     assert [region.object_bytes for region in regions] == [BLOCK_BYTES, 2 * BLOCK_BYTES]

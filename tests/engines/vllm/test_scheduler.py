@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, url: str, *, ranks: int = 1, groups: int = 1, report: bool = True, **settings: Any) -> None:
         layer = Layer("layer", 4096, 4 // ranks, False, "text")
         self.groups = tuple(
-            KvGroup(i, (Kind.FULL, Kind.WINDOW)[i], BLOCK, (0, WINDOW)[i], False, (layer,)) for i in range(groups)
+            KvGroup(i, (Kind.FULL, Kind.WINDOW)[i], BLOCK, (0, WINDOW)[i], (layer,)) for i in range(groups)
         )
         self.parallel = Parallel(ranks, 1, ((0, 2),), 2, 4)
         plans = [

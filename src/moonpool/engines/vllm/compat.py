@@ -201,17 +201,6 @@ def refusal(vllm_config: Any) -> str | None:
     return None
 
 
-def is_alone(connector: object) -> bool:
-    """Whether vLLM calls this worker's `connector` itself, not through a MultiConnector.
-
-    A MultiConnector gives the handshake of its first connector to all of them, and NIXL's refuses any but its own: so
-    inside of one nothing is to be said by handshake.
-    """
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    return bool(has_kv_transfer_group()) and get_kv_transfer_group() is connector
-
-
 def attention_backend(vllm_config: Any, layer: str) -> str:
     """What a layer's kernels are, as far as the bytes of a block depend on it. In a worker, once the model is loaded.
 
@@ -304,8 +293,6 @@ class KvGroup:
     block_tokens: int
     window_tokens: int
     """With kind WINDOW: how many tokens a token sees, itself included; else 0."""
-    eagle: bool
-    """Whether a draft model's layers are in it."""
     layers: tuple[Layer, ...]
 
     def blocks_per_object(self, tokens_per_object: int) -> int:
@@ -338,7 +325,6 @@ def kv_groups(kv_cache_config: Any) -> tuple[KvGroup, ...]:
                 _KINDS[kind],
                 int(first.block_size),
                 _window_tokens(first) if _KINDS[kind] is Kind.WINDOW else 0,
-                bool(getattr(group, "is_eagle_group", False)),
                 tuple(_layer(name, kind, spec) for name, spec in specs),
             )
         )

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from moonpool.errors import MoonpoolError
+
 log = logging.getLogger("moonpool.vllm")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -44,6 +46,14 @@ def guarded(otherwise: Callable[..., Any], last: Callable[[], Any] = lambda: Non
         return call  # type: ignore[return-value]
 
     return wrap
+
+
+def text_of(name: str, error: Exception) -> str:
+    """What there is to say of an exception that ended `name`: one of ours speaks for itself, another is a fault."""
+    if isinstance(error, MoonpoolError):
+        return str(error)
+    note_fault(name, error)
+    return f"{type(error).__name__}: {error}"
 
 
 def note_fault(name: str, error: Exception) -> None:

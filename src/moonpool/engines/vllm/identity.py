@@ -1,8 +1,8 @@
 """What a vLLM engine's KV cache depends on besides the tokens: its key space, its adapters', and those of its ranks.
 
-The scheduler computes the key space. Workers, which alone know their tensors, say by handshake what their objects
-consist of (`RankReport`), and the engine serves from the pool only when they have. A worker that computes another key
-space than the scheduler's, because its files are others, makes the engine go without the pool.
+The scheduler computes the key space. Workers, which alone know their tensors, say with their first report what their
+objects consist of (`RankReport`), and the engine serves from the pool only when they have. A worker that computes
+another key space than the scheduler's, because its files are others, makes the engine go without the pool.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unidentified(Unsupported):
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a worker says of itself: by handshake, so plain data."""
+    """What a worker says of itself: it crosses processes, so plain data."""
 
     rank: tuple[int, int]
     """Pipeline rank, tensor rank."""

@@ -87,9 +87,9 @@ class Lookups:
         """The match, with its hold; None while the node hasn't answered, a miss where it takes too long."""
         try:
             if tracked.pending is None:
-                tracked.hold = f"vllm {self._engine} {next(self._numbers)} {tracked.id}"[:256]
+                hold = f"vllm {self._engine} {next(self._numbers)} {tracked.id}"[:256]
                 tracked.asked_at = self._clock()
-                begun = self._pool.client.begin_match(groups, tracked.hold, extents=True)
+                begun = self._pool.client.begin_match(groups, hold, extents=True)
                 if isinstance(begun, Match):
                     return begun
                 tracked.pending = begun

@@ -25,7 +25,6 @@ class Tracked:
     """False where what conditions its KV can't be told by content: it is neither stored nor loaded."""
     pending: PendingMatch | None = None
     asked_at: float = 0.0
-    hold: str = ""
     match: Match | None = None
     computed: int = 0
     """Tokens that the GPU had when the match was last used."""

@@ -195,8 +195,7 @@ class Scheduler:
     def step(self, output: Any) -> StepMetadata:
         """What this step's workers are to do."""
         self.admission.step_began(output.total_num_scheduled_tokens, self._clock())
-        metadata = StepMetadata(self._loads_due)
-        self._loads_due = []
+        metadata = self._bare_step()
         try:
             self._fill(metadata, output)
         except Exception as error:  # what the engine waits for goes out all the same
@@ -209,9 +208,13 @@ class Scheduler:
     def failed_step(self) -> StepMetadata:
         """In place of `step`, where that has failed: nothing but what the engine waits for."""
         self._distrust_blocks()
-        metadata = StepMetadata(self._loads_due, unread=self._reading.take_due())
-        self._loads_due = []
+        metadata = self._bare_step()
+        metadata.unread = self._reading.take_due()
         return metadata
+
+    def _bare_step(self) -> StepMetadata:
+        loads, self._loads_due = self._loads_due, []
+        return StepMetadata(loads)
 
     def _fill(self, metadata: StepMetadata, output: Any) -> None:
         for request_id in output.preempted_req_ids or ():
@@ -324,8 +327,7 @@ class Scheduler:
         if report is not None:
             self._note_loads(report)
         for request_id in finished_loads:
-            tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
-            if tracked is not None and tracked.loading:
+            if (tracked := self._loaded(request_id)) is not None:
                 self._load_ended(tracked)
         if report is None:
             return
@@ -356,20 +358,28 @@ class Scheduler:
     def let_go_of(self, finished_loads: Iterable[str]) -> None:
         """In place of `reported`, where that has failed: of these loads it isn't known how they went."""
         for request_id in finished_loads:
-            tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
-            if tracked is not None and tracked.loading:
+            if (tracked := self._loaded(request_id)) is not None:
                 tracked.loading, tracked.load_failed, tracked.saved = False, True, 0
                 self._lookups.let_go(tracked)
 
     def _note_loads(self, report: WorkerReport) -> None:
         """What ranks say of loads: of one request maybe in several steps' reports, before the last rank is done."""
         for request_id, moved in report.loaded.items():
-            if (tracked := self._ending.get(request_id) or self._tracked.get(request_id)) is not None:
+            if (tracked := self._known(request_id)) is not None:
                 before = tracked.moved
                 tracked.moved = Moved(before.size + moved.size, max(before.time_s, moved.time_s))
         for request_id, why in report.failed.items():
-            if (tracked := self._ending.get(request_id) or self._tracked.get(request_id)) is not None:
+            if (tracked := self._known(request_id)) is not None:
                 tracked.load_error = why
+
+    def _known(self, request_id: str) -> Tracked | None:
+        """A request that something may be under way for, also where the engine is done with it."""
+        return self._ending.get(request_id) or self._tracked.get(request_id)
+
+    def _loaded(self, request_id: str) -> Tracked | None:
+        """A request whose load has ended on all ranks; it is forgotten where the engine is done with it."""
+        tracked = self._ending.pop(request_id, None) or self._tracked.get(request_id)
+        return tracked if tracked is not None and tracked.loading else None
 
     def _load_ended(self, tracked: Tracked) -> None:
         """On all ranks."""
@@ -393,6 +403,10 @@ class Scheduler:
 
     def finished(self, request: Any) -> None:
         """The request is gone for the engine, which takes its blocks back."""
+        self.forget(request)
+
+    def forget(self, request: Any) -> None:
+        """All that there is to `finished`, and in its place where that has failed."""
         tracked = self._tracked.pop(str(request.request_id), None)
         if tracked is None:
             return
@@ -400,14 +414,6 @@ class Scheduler:
             # The workers load it all the same, and the engine's blocks wait for that.
             self._ending[tracked.id] = tracked
         else:
-            self._lookups.let_go(tracked)
-
-    def forget(self, request: Any) -> None:
-        """In place of `finished`, where that has failed."""
-        tracked = self._tracked.pop(str(request.request_id), None)
-        if tracked is not None and tracked.loading:
-            self._ending[tracked.id] = tracked
-        elif tracked is not None:
             self._lookups.let_go(tracked)
 
     def take_events(self) -> Iterable[Any]:

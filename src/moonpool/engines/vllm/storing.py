@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from moonpool.client.writing import Reservations
-from moonpool.engines.vllm.guard import note_fault
+from moonpool.engines.vllm.guard import note_fault, text_of
 from moonpool.engines.vllm.metadata import Moved, Save, WorkerReport
 from moonpool.engines.vllm.pool import Pool
 from moonpool.engines.vllm.settings import Settings
@@ -166,11 +166,8 @@ class Stores:
             except NodeUnavailable as error:
                 log.debug("a step's stores are lost: %s", error)
                 self._told(WorkerReport(unstored={"node gone": len(storing.wanted)}))
-            except MoonpoolError as error:
-                self._told(WorkerReport(errors=[f"{error}"]))
             except Exception as error:  # a thread that ends would leave every later store's blocks unread
-                note_fault("a store", error)
-                self._told(WorkerReport(errors=[f"{type(error).__name__}: {error}"]))
+                self._told(WorkerReport(errors=[text_of("a store", error)]))
             finally:
                 storing.given_up = storing.ticket is None
             if storing.ticket is not None:

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from moonpool.client.attachment import Attachment
 from moonpool.engines.vllm.bystander import Bystander
-from moonpool.engines.vllm.guard import note_fault
+from moonpool.engines.vllm.guard import note_fault, text_of
 from moonpool.engines.vllm.metadata import (
     Check,
     Checked,
@@ -110,11 +110,8 @@ class Worker:
             loading = Loading(load, None, self._clock())
             try:
                 self._submit(loading)
-            except MoonpoolError as error:
-                loading.error = f"{error}"
             except Exception as error:
-                note_fault("start_loads", error)
-                loading.error = f"{type(error).__name__}: {error}"
+                loading.error = text_of("start_loads", error)
             self._loading[load.request_id] = loading
 
     def start_saves(self, metadata: StepMetadata) -> None:
@@ -128,11 +125,8 @@ class Worker:
             if self._attached():
                 assert self._mover is not None
                 begun = self._stores.begin(metadata.saves, self._mover)
-        except MoonpoolError as error:
-            self._report.errors.append(f"{error}")
         except Exception as error:
-            note_fault("start_saves", error)
-            self._report.errors.append(f"{type(error).__name__}: {error}")
+            self._report.errors.append(text_of("start_saves", error))
         if not begun:
             self._mark_read(metadata.saves)
 
