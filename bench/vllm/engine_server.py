@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from engine import SOURCES
 from prometheus_client.parser import text_string_to_metric_families
-from reference_workload import SOURCES
 
 from moonpool.bench.node import free_port
 from moonpool.errors import MoonpoolError

@@ -13,28 +13,26 @@ percentile. Without a store a hit is computed like anything else, so the same tr
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reference_workload import (
-    _prepare_process,
+from engine import (
+    add_options,
     engine_machine,
+    prepare_process,
+    run_script,
     start_engine,
     tokens_by_source,
     wait_until_ready,
     wait_until_stored,
 )
-from vllm_setup import MODELS, transfer_config
+from vllm_setup import Model
 
 import moonpool
-from moonpool.bench.output import check_json, write_json
 from moonpool.errors import MoonpoolError
-from moonpool.sizes import parse_bytes
 
 SHARES = (0.0, 0.1, 0.5, 0.9)
 
@@ -61,31 +59,17 @@ class Level:
 
 def main(arguments: list[str]) -> int:
     """Run the command line; returns the exit status."""
-    args = _parser().parse_args(arguments)
-    try:
-        check_json(args.json)
-        transfer = transfer_config(args.mode, args.extra_config, offload_bytes=args.offload_bytes, url=args.url)
-        with tempfile.TemporaryDirectory(prefix="moonpool-vllm-") as scratch:
-            result = measure(args, transfer, Path(scratch))
-    except MoonpoolError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
-        return 1
-    if args.json is not None:
-        write_json(args.json, result)
-    return 0
+    return run_script(__file__, _parser().parse_args(arguments), measure)
 
 
-def measure(args: argparse.Namespace, transfer: dict[str, Any] | None, scratch: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, model: Model, transfer: dict[str, Any] | None, scratch: Path) -> dict[str, Any]:
     """Start the engine in this process, play the trace once a share, return the result."""
-    _prepare_process(scratch)
+    prepare_process(scratch)
     import numpy as np
 
-    model = MODELS[args.model]
-    args.kv_cache_bytes = args.kv_cache_bytes or model.serving_kv_cache_bytes
     random = np.random.default_rng(args.seed)
     tokens, requests = args.tokens or model.tokens, args.requests or model.requests
-    args.prefix_caching = True
-    llm = start_engine(args, model, transfer, scratch)
+    llm = start_engine(args, model, transfer, scratch, kv_cache_bytes=model.serving_kv_cache_bytes, prefix_caching=True)
     client = moonpool.connect(args.url, read_only=True, name="multi-turn") if args.mode == "moonpool" else None
     if client is not None:
         wait_until_ready()
@@ -180,18 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("mode", help="baseline, native, moonpool or MODULE:CLASS")
-    add("--model", choices=MODELS, default="llama-8b", help="the shape (default: %(default)s)")
-    add("--requests", type=int, help="requests a share (default: 32, tiny 4)")
+    add_options(parser, requests="32, tiny 4", output_tokens=64, kv_cache="48GiB, tiny 64MiB")
     add("--conversations", type=int, help="earlier turns that they go on from (default: one each)")
     add("--rate", type=float, default=2.0, help="requests a second (default: %(default)s)")
-    add("--tokens", type=int, help="tokens of a prompt (default: 10,000, tiny 600)")
-    add("--output-tokens", type=int, default=64, help="tokens of an answer (default: %(default)s)")
-    add("--kv-cache-bytes", type=parse_bytes, metavar="SIZE", help="the engine's KV cache (default: 48GiB, tiny 64MiB)")
-    add("--offload-bytes", type=parse_bytes, default=48 << 30, metavar="SIZE", help="native's memory (default: 48GiB)")
-    add("--extra-config", type=json.loads, default={}, metavar="JSON", help="for the connector's extra config")
-    add("--url", help="the Moonpool node (default: the host's)")
-    add("--seed", type=int, default=0, help="of the trace (default: %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the result and the machine as JSON")
     return parser
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from compare import split
+from engine import EXTRA_LENGTH, add_options, engine_machine, wait_until_stored
 from engine_server import EngineServer, environment
-from reference_workload import EXTRA_LENGTH, engine_machine, wait_until_stored
 from vllm_setup import MODELS, Model, check_native, transfer_config, write_model, write_stand_ins
 
 import moonpool
@@ -224,19 +224,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("modes", nargs="+", metavar="MODE", help="baseline, native, moonpool or MODULE:CLASS")
-    add("--model", choices=MODELS, default="llama-8b", help="the shape (default: %(default)s)")
-    add("--requests", type=int, help="prompts a run (default: 30, tiny 4)")
-    add("--tokens", type=int, help="tokens of a prompt (default: 10,000, tiny 600)")
-    add("--output-tokens", type=int, default=128, help="tokens of an answer (default: %(default)s)")
+    add_options(parser, requests="30, tiny 4", output_tokens=128, kv_cache="48GiB, tiny 64MiB")
     add("--runs", type=int, default=2, help="passes over the same prompts (default: %(default)s)")
-    add("--kv-cache-bytes", type=parse_bytes, metavar="SIZE", help="the engine's KV cache (default: 48GiB, tiny 64MiB)")
-    add("--offload-bytes", type=parse_bytes, default=48 << 30, metavar="SIZE", help="native's memory (default: 48GiB)")
-    add("--extra-config", type=json.loads, default={}, metavar="JSON", help="for the connector's extra config")
     add("--pool", type=parse_bytes, metavar="SIZE", help="start a node of this size for the modes named moonpool")
-    add("--url", help="a node that runs already (default: the host's)")
-    add("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     add("--server-log", type=Path, metavar="PATH", help="keep each server's log, PATH with the mode in its name")
-    add("--json", type=Path, metavar="PATH", help="write the results and the machine as JSON")
     return parser
 
 
